@@ -1,0 +1,1 @@
+"""What leaves the house: ONNX files and their measurement."""

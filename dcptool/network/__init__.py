@@ -1,0 +1,1 @@
+"""What a network is: models, channel graph, surgery, cost, artifact."""

@@ -1,0 +1,1 @@
+"""Recipes, run folders and the steps that join the commands."""

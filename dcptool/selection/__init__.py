@@ -1,0 +1,1 @@
+"""Which channels stay: probes, heads, solvers, budgets, methods."""

@@ -1,0 +1,1 @@
+"""How weights change: data, losses, the loop, evaluation, checkpoints."""
