@@ -1,0 +1,61 @@
+"""Where runs live: one folder each, and a link `latest` to the newest.
+
+The runs folder is --runs-dir, else $DCPTOOL_RUNS, else `runs` in the working folder. Imports
+nothing heavy, so that commands can look here before they load a library.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from dcptool import files
+from dcptool.errors import InputError, UsageError
+
+LATEST = "latest"
+
+
+def runs_folder(option: Path | None = None) -> Path:
+    """The folder that holds all runs."""
+    return option or Path(os.environ.get("DCPTOOL_RUNS") or "runs")
+
+
+def latest(option: Path | None = None) -> Path:
+    """The folder of the newest finished run."""
+    folder = runs_folder(option)
+    link = folder / LATEST
+    if not link.is_dir():
+        why = f"{link} points to nothing" if link.is_symlink() else f"{link} does not exist"
+        raise InputError(
+            "there is no run to take",
+            why=why,
+            try_="dcptool prune resnet50 --rate 0.3, or name a model, an artifact or a file",
+        )
+    return folder / link.readlink() if link.is_symlink() else link
+
+
+def new_run(option: Path | None, stem: str) -> Path:
+    """Create an empty run folder `stem-001`, counting up; safe beside other processes."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}", stem):
+        raise UsageError(f"a run cannot be called {stem!r}", try_="letters, digits, . _ and - only")
+    folder = runs_folder(option)
+    files.make_folder(folder)
+    taken = [entry.name for entry in folder.iterdir() if entry.name.startswith(f"{stem}-")]
+    numbers = [int(name[len(stem) + 1 :]) for name in taken if name[len(stem) + 1 :].isdigit()]
+    number = max(numbers, default=0)
+    while True:
+        number += 1
+        path = folder / f"{stem}-{number:03d}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as err:
+            raise files.storage_fault(err, path) from err
+        return path
+
+
+def set_latest(path: Path) -> None:
+    """Let `latest` beside `path` name it."""
+    files.point_link(path.parent / LATEST, path.name)
