@@ -49,6 +49,7 @@ class Cut:
 
     inputs: tuple[int, ...] | None
     outputs: tuple[int, ...] | None
+    dim: int = 0
 
 
 @dataclass
