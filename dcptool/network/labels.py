@@ -1,0 +1,139 @@
+"""Labels: an integer for every channel, and which labels live and die together.
+
+A label tensor has the shape of an activation; each element names the channel it belongs to.
+Labels >= 0 are channels. A negative label marks elements that can never be removed; it is an
+index into the list of reasons. Labels that must go together are tied (union-find); a tied set
+is a unit. Freezing is a flag with reasons on a unit, never a tie, so reasons are not mixed up.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IntArray = npt.NDArray[np.int64]
+
+
+class Ties:
+    """Union-find over labels, with reasons why a unit is frozen and where adds joined it."""
+
+    def __init__(self) -> None:
+        self._parent: IntArray = np.zeros(1024, dtype=np.int64)
+        self.count = 0
+        self.reasons: list[str] = []
+        self._frozen: dict[int, list[str]] = {}
+        self._added: dict[int, str] = {}
+
+    def fresh(self, count: int) -> Tensor:
+        """New labels, each a unit of its own."""
+        while self.count + count > len(self._parent):
+            self._parent = np.concatenate([self._parent, np.zeros_like(self._parent)])
+        start, self.count = self.count, self.count + count
+        self._parent[start : self.count] = np.arange(start, self.count)
+        return torch.arange(start, self.count)
+
+    def fixed(self, reason: str) -> int:
+        """The negative label for elements that can never be removed."""
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+        return -1 - self.reasons.index(reason)
+
+    def roots(self, labels: Tensor) -> Tensor:
+        """Replace each label by the representative of its unit; negative ones stay."""
+        flat = labels.numpy()
+        found = np.where(flat >= 0, flat, 0)
+        while True:
+            above = self._parent[found] if self.count else found
+            if np.array_equal(above, found):
+                break
+            found = above
+        return torch.from_numpy(np.where(flat >= 0, found, flat))
+
+    def _find(self, label: int) -> int:
+        parent = self._parent
+        while parent[label] != label:
+            parent[label] = parent[parent[label]]
+            label = int(parent[label])
+        return label
+
+    def join(self, first: Tensor, second: Tensor, *, added_at: str = "") -> None:
+        """Tie two label tensors of equal shape element by element.
+
+        Where one side can never be removed, the other side is frozen for the same reason.
+        `added_at` names the addition that makes the tie, if one does.
+        """
+        pairs = torch.stack([first.reshape(-1), second.reshape(-1)], dim=1)
+        pairs = torch.unique(pairs[pairs[:, 0] != pairs[:, 1]], dim=0)
+        for one, other in pairs.tolist():
+            if one < 0 and other < 0:
+                continue
+            if one < 0 or other < 0:
+                self._freeze_root(self._find(max(one, other)), self.reasons[-1 - min(one, other)])
+                continue
+            keep, drop = sorted((self._find(one), self._find(other)))
+            if keep == drop:
+                continue
+            self._parent[drop] = keep
+            for reason in self._frozen.pop(drop, ()):
+                self._freeze_root(keep, reason)
+            place = self._added.pop(drop, "") or added_at
+            if place:
+                self._added.setdefault(keep, place)
+
+    def freeze(self, labels: Tensor, reason: str) -> None:
+        """Forbid that any unit named in `labels` is removed."""
+        for root in torch.unique(self.roots(compact(labels))).tolist():
+            if root >= 0:
+                self._freeze_root(root, reason)
+
+    def _freeze_root(self, root: int, reason: str) -> None:
+        reasons = self._frozen.setdefault(root, [])
+        if reason not in reasons:
+            reasons.append(reason)
+
+    def frozen(self, root: int) -> list[str]:
+        """Why a unit is frozen; empty when it is not."""
+        return self._frozen.get(root, [])
+
+    def added(self, root: int) -> str:
+        """Where an addition tied this unit to another producer; empty when none did."""
+        return self._added.get(root, "")
+
+
+def spread(vector: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
+    """One label for each channel along `dim`, repeated over all other positions (no copy)."""
+    view = [1] * len(shape)
+    view[dim] = len(vector)
+    return vector.reshape(view).expand(shape)
+
+
+def compact(labels: Tensor) -> Tensor:
+    """Drop repetition that is visible from the strides, so that work stays small."""
+    for dim, (size, stride) in enumerate(zip(labels.shape, labels.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            labels = labels.narrow(dim, 0, 1)
+    return labels
+
+
+def is_constant(ties: Ties, labels: Tensor, dims: tuple[int, ...]) -> bool:
+    """Whether all positions along `dims` name the same units."""
+    small = compact(labels)
+    for dim in dims:
+        if small.shape[dim] > 1:
+            roots = ties.roots(small)
+            if not bool((roots == roots.narrow(dim, 0, 1)).all()):
+                return False
+    return True
+
+
+def respread(ties: Ties, labels: Tensor) -> Tensor:
+    """Make repetition visible to `compact` again after a function copied the labels."""
+    for dim in range(2, labels.dim()):
+        size = labels.shape[dim]
+        if size > 1 and labels.stride(dim) != 0:
+            first = labels.narrow(dim, 0, 1)
+            if bool((labels == first).all()):
+                labels = first.expand(labels.shape)
+    return labels

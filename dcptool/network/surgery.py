@@ -1,0 +1,264 @@
+"""Cutting: from kept units to kept indices, from kept indices to smaller modules, and the proof.
+
+Edits modules in place with index_select; forward code and state-dict names stay. The proof
+compares a cut copy with a copy whose consumers have zeros for the same channels.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dcptool.errors import GateFailed, InputError
+from dcptool.network.graph import ChannelGraph, Group, Site
+from dcptool.network.models import Cut
+from dcptool.network.trace import meta_copy
+
+TOLERANCE = 1e-4
+POWER = 1e-3
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Largest difference between mask and cut, and how far the mask moved the output."""
+
+    difference: float
+    power: float
+
+
+def removed_units(graph: ChannelGraph, kept: Mapping[str, Iterable[int]]) -> set[int]:
+    """Units that go when only the given unit indices of each named group stay."""
+    dead: set[int] = set()
+    for name, indices in kept.items():
+        units = graph.group(name).units
+        stay = set(indices)
+        if not stay:
+            raise InputError(f"cannot remove every channel of {name}")
+        dead.update(unit for i, unit in enumerate(units) if i not in stay)
+    return dead
+
+
+def plan_cuts(graph: ChannelGraph, dead: set[int]) -> dict[str, Cut]:
+    """Kept indices of every site that the removal of `dead` units changes."""
+    gone = np.fromiter(dead, dtype=np.int64, count=len(dead))
+    cuts: dict[str, Cut] = {}
+    for site in graph.sites.values():
+        inputs, outputs = _kept(site.inputs, gone), _kept(site.outputs, gone)
+        if inputs is not None or outputs is not None:
+            cuts[site.name] = Cut(inputs, outputs, site.dim)
+    return cuts
+
+
+def _kept(units: np.ndarray, gone: np.ndarray) -> tuple[int, ...] | None:
+    stay = ~np.isin(units, gone)
+    return None if stay.all() else tuple(np.flatnonzero(stay).tolist())
+
+
+def cut(module: nn.Module, cuts: Mapping[str, Cut]) -> None:
+    """Shrink the named modules and parameters in place to their kept indices."""
+    for name, kept in cuts.items():
+        owner, _, leaf = name.rpartition(".")
+        try:
+            target = getattr(module.get_submodule(owner), leaf)
+        except AttributeError as err:
+            raise InputError(f"cannot cut {name}", why="the network has no such part") from err
+        if isinstance(target, Tensor):
+            _set(module.get_submodule(owner), leaf, _take(target, kept.dim, kept.outputs))
+            continue
+        row = next((row for kind, row in _ROWS if isinstance(target, kind)), None)
+        if row is None:
+            row = _cut_channels if _channel_tensors(target) else None
+        if row is None:
+            raise InputError(f"cannot cut {name}", why=f"{type(target).__name__} has no row")
+        row(target, kept)
+
+
+def _take(tensor: Tensor, dim: int, kept: Sequence[int] | None) -> Tensor:
+    if kept is None:
+        return tensor.detach()
+    index = torch.tensor(kept, dtype=torch.long, device=tensor.device)
+    return tensor.detach().index_select(dim, index)
+
+
+def _set(owner: nn.Module, name: str, tensor: Tensor) -> None:
+    old = getattr(owner, name)
+    if isinstance(old, nn.Parameter):
+        setattr(owner, name, nn.Parameter(tensor.clone(), requires_grad=old.requires_grad))
+    else:
+        setattr(owner, name, tensor.clone())
+
+
+def _cut_conv(conv: nn.Module, kept: Cut) -> None:
+    assert isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED))
+    transposed = isinstance(conv, _TRANSPOSED)
+    outputs, inputs = (1, 0) if transposed else (0, 1)
+    weight = conv.weight
+    if conv.groups == 1:
+        weight = _take(_take(weight, outputs, kept.outputs), inputs, kept.inputs)  # type: ignore[assignment]
+    else:
+        whole = kept.inputs if transposed else kept.outputs
+        weight = _take(weight, 0, whole)  # type: ignore[assignment]
+        if kept.inputs is not None:
+            conv.groups = conv.groups * len(kept.inputs) // conv.in_channels
+    _set(conv, "weight", weight)
+    for name, tensor in [*conv.named_parameters(recurse=False), *conv.named_buffers(recurse=False)]:
+        if name != "weight" and tensor.dim() and tensor.shape[0] == conv.out_channels:
+            _set(conv, name, _take(tensor, 0, kept.outputs))
+    if kept.inputs is not None:
+        conv.in_channels = len(kept.inputs)
+    if kept.outputs is not None:
+        conv.out_channels = len(kept.outputs)
+
+
+def _cut_linear(layer: nn.Module, kept: Cut) -> None:
+    assert isinstance(layer, nn.Linear)
+    _set(layer, "weight", _take(_take(layer.weight, 0, kept.outputs), 1, kept.inputs))
+    if layer.bias is not None:
+        _set(layer, "bias", _take(layer.bias, 0, kept.outputs))
+    layer.out_features, layer.in_features = layer.weight.shape
+
+
+def _cut_group_norm(norm: nn.Module, kept: Cut) -> None:
+    assert isinstance(norm, nn.GroupNorm)
+    if kept.outputs is not None:
+        norm.num_groups = norm.num_groups * len(kept.outputs) // norm.num_channels
+    _cut_channels(norm, kept)
+
+
+def _channel_tensors(layer: nn.Module) -> dict[str, Tensor]:
+    own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+    return {name: tensor for name, tensor in own if tensor.dim()}
+
+
+_WIDTHS = ("num_features", "num_channels", "num_parameters", "channels")
+
+
+def _cut_channels(layer: nn.Module, kept: Cut) -> None:
+    """Norms, slopes, blur filters: the first dimension of every tensor is the channel."""
+    if kept.outputs is None:
+        return
+    for name, tensor in _channel_tensors(layer).items():
+        if tensor.shape[0] > max(kept.outputs):
+            _set(layer, name, _take(tensor, 0, kept.outputs))
+    for name in _WIDTHS:
+        if isinstance(getattr(layer, name, None), int):
+            setattr(layer, name, len(kept.outputs))
+
+
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_ROWS: tuple[tuple[object, Callable[[nn.Module, Cut], None]], ...] = (
+    ((nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED), _cut_conv),
+    (nn.Linear, _cut_linear),
+    (nn.GroupNorm, _cut_group_norm),
+)
+
+
+def compose(old: Mapping[str, Cut], new: Mapping[str, Cut]) -> dict[str, Cut]:
+    """Cuts of a network that was cut twice, in indices of the dense one."""
+
+    def chain(first: Sequence[int] | None, then: Sequence[int] | None) -> tuple[int, ...] | None:
+        if first is None or then is None:
+            kept = first if then is None else then
+            return None if kept is None else tuple(kept)
+        return tuple(first[i] for i in then)
+
+    result = dict(old)
+    for name, kept in new.items():
+        before = old.get(name, Cut(None, None, kept.dim))
+        result[name] = Cut(
+            chain(before.inputs, kept.inputs), chain(before.outputs, kept.outputs), kept.dim
+        )
+    return result
+
+
+def mask(module: nn.Module, graph: ChannelGraph, dead: set[int]) -> None:
+    """Zero the weights with which dense layers read dead units."""
+    gone = np.fromiter(dead, dtype=np.int64, count=len(dead))
+    with torch.no_grad():
+        for site in graph.sites.values():
+            columns = np.flatnonzero(np.isin(site.inputs, gone))
+            if site.is_dense and len(columns):
+                layer = module.get_submodule(site.name)
+                dim = 0 if isinstance(layer, _TRANSPOSED) else 1
+                layer.weight.index_fill_(dim, torch.from_numpy(columns), 0.0)  # type: ignore[union-attr, operator]
+
+
+def fits(
+    graph: ChannelGraph, groups: Sequence[Group], module: nn.Module, input_size: tuple[int, ...]
+) -> bool:
+    """Whether the network's code still runs when every second unit of `groups` is gone."""
+    trial = meta_copy(module).eval()
+    dead = {unit for group in groups for unit in group.units[1::2]}
+    try:
+        cut(trial, plan_cuts(graph, dead))
+        with torch.no_grad():
+            trial(torch.empty((1, *input_size), device="meta"))
+    except Exception:  # noqa: BLE001, RUF100 - any error in foreign code means that it does not fit
+        return False
+    return True
+
+
+def randomise(module: nn.Module, seed: int = 0) -> None:
+    """Weights, norms and statistics that hide nothing: fresh ones are ones and zeros."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if not tensor.is_floating_point() or not tensor.numel():
+                continue
+            if tensor.dim() > 1 and isinstance(tensor, nn.Parameter) and tensor[0].numel() > 1:
+                tensor.normal_(0, math.sqrt(2 / tensor[0].numel()), generator=draw)
+            elif name.endswith(("running_mean", "bias")):
+                tensor.normal_(0, 0.1, generator=draw)
+            elif isinstance(tensor, nn.Parameter) or name.endswith(("running_var", "weight")):
+                tensor.uniform_(0.5, 1.5, generator=draw)
+
+
+def prove(
+    module: nn.Module, graph: ChannelGraph, dead: set[int], input_size: tuple[int, ...]
+) -> Proof:
+    """Show on random weights that cutting `dead` equals masking it; raises GateFailed if not."""
+    masked = copy.deepcopy(module).float().cpu().eval()
+    randomise(masked)
+    slim = copy.deepcopy(masked)
+    image = torch.randn((2, *input_size), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        before = _scores(masked, image)
+        mask(masked, graph, dead)
+        wanted = _scores(masked, image)
+        cut(slim, plan_cuts(graph, dead))
+        try:
+            got = _scores(slim, image)
+        except RuntimeError as err:
+            raise GateFailed("the cut network does not run", why=str(err)) from err
+    scale = float(wanted.abs().max())
+    proof = Proof(
+        float((wanted - got).abs().max()) / scale, float((before - wanted).abs().max()) / scale
+    )
+    if not (math.isfinite(proof.difference) and proof.difference <= TOLERANCE):
+        raise GateFailed(
+            "the cut network does not compute what the masked one does",
+            why=f"difference {proof.difference:.2g} of the largest output, limit {TOLERANCE:g}",
+            try_="dcptool analyze, and please report the network's name",
+        )
+    if dead and proof.power < POWER * TOLERANCE:
+        raise GateFailed(
+            "the proof has no power: the mask did not move the output",
+            why=f"moved {proof.power:.2g} of the largest output",
+        )
+    return proof
+
+
+def _scores(module: nn.Module, image: Tensor) -> Tensor:
+    result = module(image)
+    return result if isinstance(result, Tensor) else next(iter(result))
+
+
+def sites_touched(graph: ChannelGraph, cuts: Mapping[str, Cut]) -> list[Site]:
+    """Sites that a set of cuts changes, in graph order."""
+    return [site for site in graph.sites.values() if site.name in cuts]
