@@ -17,6 +17,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from dcptool.errors import EnvironmentFault, InputError, UsageError
 
@@ -125,8 +126,17 @@ def storage_fault(err: OSError, path: Path) -> EnvironmentFault:
     )
 
 
-def read_bytes(path: Path, *, what: str, limit: int | None = None) -> bytes:
-    """Read a regular file once; `what` names the kind of file in messages."""
+def read_bytes(
+    path: Path,
+    *,
+    what: str,
+    limit: int | None = None,
+    check: Callable[[IO[bytes], int], None] | None = None,
+) -> bytes:
+    """Read a regular file once; `what` names the kind of file in messages.
+
+    `check` may look at the open file and its size first, and raise before all is in memory.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as err:
@@ -144,6 +154,9 @@ def read_bytes(path: Path, *, what: str, limit: int | None = None) -> bytes:
                 why=f"it has {info.st_size:,} bytes; the limit is {limit:,}",
             )
         try:
+            if check is not None:
+                check(stream, info.st_size)
+                stream.seek(0)
             data = stream.read()
         except OSError as err:
             raise InputError(f"cannot read {what} {path}", why=str(err)) from err
