@@ -82,6 +82,7 @@ def export(
     *,
     facts: Mapping[str, object] | None = None,
     samples: Iterable[Array] | None = None,
+    labels: bool = True,
     force: bool = False,
 ) -> Exported:
     """Publish `network` as ONNX at `target` with a labels file beside it.
@@ -100,7 +101,7 @@ def export(
     atol, rtol = options.tolerance()
     found = judge(network, data, options, samples)
     parity.require(found, atol=atol, rtol=rtol)
-    labels = publish_labels(network, target, force=force)
+    beside = publish_labels(network, target, force=force) if labels else None
     files.publish(target, data)
     return Exported(
         target,
@@ -109,7 +110,7 @@ def export(
         translation.exporter,
         found,
         subnormal,
-        labels,
+        beside,
         files.sha256(data),
         onnx_graph.metadata(proto),
     )

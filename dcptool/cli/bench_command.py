@@ -1,0 +1,168 @@
+"""`dcptool bench`: honest milliseconds, dense beside slim."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dcptool import console
+from dcptool.cli.app import emit
+from dcptool.cli.options import model_options, output_options
+from dcptool.errors import GateFailed, UsageError
+
+
+@click.command("bench")
+@click.argument("targets", nargs=-1, metavar="[ARTIFACT|MODEL|FILE.onnx]...")
+@click.option(
+    "--provider",
+    "providers",
+    multiple=True,
+    default=("cpu",),
+    show_default=True,
+    metavar="NAME",
+    help="onnxruntime provider: cpu, cuda, tensorrt, openvino ... or all; repeatable.",
+)
+@click.option(
+    "-b",
+    "--batch-size",
+    "batch_sizes",
+    type=click.IntRange(1),
+    multiple=True,
+    default=(1, 8),
+    show_default=True,
+    help="Images in one call; repeatable.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    multiple=True,
+    help="Threads of onnxruntime (all cores); repeatable.",
+)
+@click.option(
+    "--warmup", type=click.IntRange(1), default=5, show_default=True, help="Calls before timing."
+)
+@click.option(
+    "--duration",
+    type=click.FloatRange(0, min_open=True),
+    default=4.0,
+    show_default=True,
+    help="Seconds of timed calls for each row.",
+)
+@click.option("--iterations", type=click.IntRange(1), help="Timed calls for each row, instead.")
+@click.option(
+    "--baseline",
+    metavar="TARGET",
+    help="What to compare with: a target; `dense` for its dense network.",
+)
+@click.option(
+    "--min-speedup", type=click.FloatRange(0), help="Exit 4 when a speed-up is smaller than this."
+)
+@click.option(
+    "--onnx-memory",
+    type=click.FloatRange(0.5),
+    default=4.0,
+    show_default=True,
+    help="GiB that checking a file may take beside eight times its size.",
+)
+@click.option(
+    "--denormal-as-zero", is_flag=True, help="Let onnxruntime treat subnormal numbers as zero."
+)
+@click.option("--csv", "as_csv", is_flag=True, help="Print the rows as CSV.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print the tables as Markdown.")
+@click.option(
+    "--runs-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of the runs, for the default target (runs, or $DCPTOOL_RUNS).",
+)
+@model_options
+@output_options
+def command(
+    targets: tuple[str, ...],
+    providers: tuple[str, ...],
+    batch_sizes: tuple[int, ...],
+    threads: tuple[int, ...],
+    warmup: int,
+    duration: float,
+    iterations: int | None,
+    baseline: str | None,
+    min_speedup: float | None,
+    onnx_memory: float,
+    denormal_as_zero: bool,
+    as_csv: bool,
+    as_markdown: bool,
+    runs_dir: Path | None,
+    as_json: bool,
+    **model: Any,
+) -> int:
+    """Time exported networks beside each other.
+
+    Without a target: the newest run against its dense network. Of several targets the first
+    is what the others are compared with.
+
+    \b
+        dcptool bench
+        dcptool bench dense.onnx slim.onnx --batch-size 1 --threads 1
+        dcptool bench runs/latest --min-speedup 1.3 --json
+    """
+    if as_json + as_csv + as_markdown > 1:
+        raise UsageError("--json, --csv and --markdown exclude each other")
+    from dcptool.deploy import bench, bench_table, bench_targets, machine, session
+
+    settings = bench.Settings(
+        providers=tuple(session.choose(providers)),
+        batch_sizes=tuple(dict.fromkeys(batch_sizes)),
+        threads=tuple(dict.fromkeys(threads)),
+        warmup=warmup,
+        duration_s=duration,
+        iterations=iterations,
+        size=model["img_size"],
+        seed=model["seed"],
+        memory_bytes=int(onnx_memory * 2**30),
+        denormal_as_zero=denormal_as_zero,
+    )
+    if not targets:
+        from dcptool.pipeline import rundir
+
+        targets = (str(rundir.latest(runs_dir)),)
+    with bench_targets.resolved(targets, baseline, model) as (entries, reference):
+        noise = machine.disturbance()
+        if noise:
+            console.warn(noise)
+        facts = machine.facts()
+        report = bench.bench(entries, settings, baseline=reference)
+    document: dict[str, Any] = {**report.document(), "machine": facts}
+    document["denormal_as_zero"] = denormal_as_zero
+    failure = _gate(document, min_speedup)
+    if failure:
+        document["error"] = failure.document()
+    text = bench_table.text(
+        document, style="csv" if as_csv else "markdown" if as_markdown else "plain"
+    )
+    emit("bench", document, text, as_json=as_json)
+    if failure:
+        sys.stderr.write(failure.lines() + "\n")
+        return failure.code
+    return 0
+
+
+def _gate(document: dict[str, Any], limit: float | None) -> GateFailed | None:
+    if limit is None:
+        return None
+    if not document["speedup"]:
+        raise UsageError("--min-speedup needs something to compare with", try_="name two targets")
+    worst = min(document["speedup"], key=lambda entry: entry["ratio"])
+    ok = worst["ratio"] >= limit
+    document["gates"] = [{"name": "speedup", "limit": limit, "value": worst["ratio"], "ok": ok}]
+    if ok:
+        return None
+    return GateFailed(
+        f"{worst['model']} is {worst['ratio']:.2f} times as fast as {worst['baseline']}; "
+        f"wanted {limit:g}",
+        why=f"interval {worst['low']:.2f} to {worst['high']:.2f} at batch size "
+        f"{worst['batch_size']} with {worst['threads']} threads",
+        try_="dcptool bench --profile, which shows where the time goes",
+    )

@@ -1,0 +1,86 @@
+"""The result of `bench` for people: plain tables, Markdown, CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dcptool import console
+
+_CONDITION = ("model", "provider", "batch", "threads")
+_ROW_KEYS = ("p50_ms", "p90_ms", "p99_ms", "mean_ms", "std_ms")
+
+
+def text(document: Mapping[str, Any], *, style: str = "plain") -> str:
+    """All tables of a bench document."""
+    if style == "csv":
+        return _csv(document["rows"])
+    parts = [_rows(document["rows"], style)]
+    if document["speedup"]:
+        parts.append(_speedups(document["speedup"], style))
+    machine = document["machine"]
+    parts.append(
+        f"{machine['cpu']}, {machine['cores']} cores, onnxruntime {machine['onnxruntime']}, "
+        f"load {machine['load']:.1f}"
+    )
+    return "\n\n".join(parts)
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str, style: str) -> str:
+    if style != "markdown":
+        return console.table(headers, rows, align=align)
+    sides = {"<": ":--", ">": "--:"}
+    lines = [list(headers), [sides[side] for side in align], *map(list, rows)]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines
+    )
+
+
+def _rows(rows: Sequence[Mapping[str, Any]], style: str) -> str:
+    headers = [*_CONDITION, "p50 ms", "p90", "p99", "mean", "dev", "images/s", "peak MB"]
+    headers += ["file MB", "MACs"]
+    cells = [
+        (
+            row["model"],
+            row["provider"],
+            str(row["batch_size"]),
+            str(row["threads"]),
+            *(f"{row[key]:.2f}" for key in _ROW_KEYS),
+            f"{row['images_per_second']:.1f}",
+            "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.0f}",
+            f"{row['bytes'] / 1e6:.1f}",
+            console.quantity(row["macs"]),
+        )
+        for row in rows
+    ]
+    return _table(headers, cells, "<<" + ">" * 11, style)
+
+
+def _speedups(entries: Sequence[Mapping[str, Any]], style: str) -> str:
+    headers = [*_CONDITION, "against", "speed-up", "95 % interval", "MACs ratio", "efficiency", ""]
+    cells = [
+        (
+            entry["model"],
+            entry["provider"],
+            str(entry["batch_size"]),
+            str(entry["threads"]),
+            entry["baseline"],
+            f"{entry['ratio']:.2f}",
+            f"{entry['low']:.2f} .. {entry['high']:.2f}",
+            f"{entry['macs_ratio']:.2f}",
+            f"{entry['efficiency']:.2f}",
+            "" if entry["measurable"] else "no measurable difference",
+        )
+        for entry in entries
+    ]
+    return _table(headers, cells, "<<>><>>>><", style)
+
+
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue().rstrip("\n")

@@ -1,0 +1,163 @@
+"""A child process that meets a foreign .onnx file first.
+
+The child scans, checks, loads and runs the file under a memory limit and a time limit, and
+reports what it found: MACs, input, peak memory. A file that crashes a library or fills the
+memory takes the child with it, and the command that asked lives and says so.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dcptool.errors import EnvironmentFault, InputError
+
+TIME_LIMIT_S = 180.0
+MEMORY_DEFAULT = 4 << 30
+# Loading holds the bytes, the parsed graph and the packed weights at the same time.
+MEMORY_PER_FILE_BYTE = 8
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What the child saw."""
+
+    macs: int
+    params: int
+    peak_bytes: int
+
+
+def visit(
+    path: Path,
+    *,
+    batch_size: int = 1,
+    threads: int = 1,
+    size: int | None = None,
+    memory_bytes: int = MEMORY_DEFAULT,
+    time_limit_s: float = TIME_LIMIT_S,
+) -> Visit:
+    """Let a child process load and run `path` once; exit 3 when that fails."""
+    request = {
+        "path": str(path.absolute()),
+        "batch_size": batch_size,
+        "threads": threads,
+        "size": size,
+        "memory_bytes": memory_bytes,
+    }
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", "dcptool.deploy.guard"],
+            input=json.dumps(request).encode(),
+            capture_output=True,
+            timeout=time_limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as err:
+        raise InputError(
+            f"refused {path}", why=f"one run took longer than {time_limit_s:.0f} s"
+        ) from err
+    except OSError as err:
+        raise EnvironmentFault("cannot start a child process", why=str(err)) from err
+    if child.returncode < 0:
+        if -child.returncode == signal.SIGKILL:
+            raise EnvironmentFault(
+                f"the process that checked {path} was killed", why="probably out of memory"
+            )
+        raise InputError(
+            f"refused {path}",
+            why=f"the checker died of signal {-child.returncode} "
+            f"({signal.Signals(-child.returncode).name})",
+        )
+    try:
+        answer = json.loads(child.stdout)
+    except ValueError as err:
+        tail = child.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no answer"]
+        raise InputError(f"refused {path}", why=f"the checker failed: {tail[0][:300]}") from err
+    if "error" in answer:
+        kind = EnvironmentFault if answer["code"] == EnvironmentFault.code else InputError
+        raise kind(answer["error"], why=answer["why"], try_=answer["try"])
+    return Visit(answer["macs"], answer["params"], answer["peak_bytes"])
+
+
+def _serve(request: dict[str, object]) -> dict[str, object]:
+    import onnx
+
+    from dcptool.deploy import onnx_cost, onnx_scan
+    from dcptool.deploy.session import feed_of, open_session
+    from dcptool.errors import DcptoolError
+
+    path = Path(str(request["path"]))
+    limit = int(str(request["memory_bytes"]))
+    size = None if request["size"] is None else int(str(request["size"]))
+    try:
+        scanned = onnx_scan.scan(path)
+        limit += MEMORY_PER_FILE_BYTE * scanned.bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        try:
+            onnx.checker.check_model(scanned.proto)
+        except onnx.checker.ValidationError as err:
+            why = str(err).strip().splitlines()[0][:300]
+            raise InputError(f"refused {path}", why=f"invalid graph: {why}") from err
+        macs = onnx_cost.macs(scanned.proto, size=size)
+        params = onnx_cost.params(scanned.proto)
+        data, folder = scanned.data, scanned.folder
+        del scanned
+        before = _reset_peak()
+        session = open_session(data, threads=int(str(request["threads"])), folder=folder)
+        feeds = feed_of(session).random(int(str(request["batch_size"])), size=size)
+        for _ in range(2):
+            session.run(None, feeds)
+        peak = _status("VmHWM")
+    except DcptoolError as err:
+        if _is_memory(err.why):
+            return _too_big(path, limit)
+        return {"error": err.message, "why": err.why, "try": err.try_, "code": err.code}
+    except MemoryError:
+        return _too_big(path, limit)
+    except Exception as err:  # onnxruntime's classes share no public base
+        text = str(err).strip()
+        if _is_memory(text):
+            return _too_big(path, limit)
+        why = text.splitlines()[0][:300] if text else type(err).__name__
+        return {"error": f"cannot run {path}", "why": why, "try": "", "code": InputError.code}
+    return {"macs": macs, "params": params, "peak_bytes": max(peak - before, 0)}
+
+
+def _reset_peak() -> int:
+    """Start a new high-water mark, and tell what is resident without the model."""
+    gc.collect()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(key: str) -> int:
+    """Bytes that the kernel states for this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _is_memory(text: str) -> bool:
+    return any(mark in text for mark in ("bad_alloc", "Failed to allocate", "allocate memory"))
+
+
+def _too_big(path: Path, limit: int) -> dict[str, object]:
+    return {
+        "error": f"refused {path}",
+        "why": f"loading or running it exceeds the memory limit of {limit / 2**30:.1f} GiB",
+        "try": "a smaller --batch-size, or a larger --onnx-memory if you trust the file",
+        "code": InputError.code,
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(_serve(json.load(sys.stdin))))

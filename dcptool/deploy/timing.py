@@ -1,0 +1,134 @@
+"""Timing two or more functions beside each other, and what the times say.
+
+Owns the schedule (random blocks, so that heat, neighbours and clocks strike all alike) and
+the statistics (ratio of medians with a bootstrap interval). Knows nothing of networks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Runner = Callable[[], object]
+Times = npt.NDArray[np.float64]
+
+BLOCK_S = 0.05
+ROUNDS_MIN, ROUNDS_MAX = 12, 200
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Milliseconds of one runner."""
+
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    mean_ms: float
+    std_ms: float
+    iterations: int
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times faster than the baseline, with its interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def is_measurable(self) -> bool:
+        """Whether the interval leaves 1.0 out."""
+        return not self.low <= 1.0 <= self.high
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many rounds, and how many timed calls of each runner in a round."""
+
+    rounds: int
+    calls: Mapping[str, int]
+
+
+def plan(
+    runners: Mapping[str, Runner], *, warmup: int, duration_s: float, iterations: int | None
+) -> Schedule:
+    """Warm every runner up, and fit the rounds into `duration_s` seconds for each runner."""
+    once: dict[str, float] = {}
+    for name, run in runners.items():
+        spent = [_clock(run) for _ in range(max(warmup, 1) + 2)]
+        once[name] = float(np.median(spent[-3:]))
+    if iterations is not None:
+        rounds = min(max(iterations // 4, 1), ROUNDS_MAX)
+        return Schedule(rounds, dict.fromkeys(runners, -(-iterations // rounds)))
+    calls = {name: max(1, min(50, round(BLOCK_S / spent))) for name, spent in once.items()}
+    longest = max(once[name] * (calls[name] + 1) for name in runners)
+    rounds = int(min(max(duration_s / longest, ROUNDS_MIN), ROUNDS_MAX))
+    # Long budgets on fast networks lengthen the blocks once there are enough of them.
+    stretch = max(1.0, duration_s / (rounds * longest))
+    return Schedule(rounds, {name: max(1, int(count * stretch)) for name, count in calls.items()})
+
+
+def interleave(
+    runners: Mapping[str, Runner],
+    schedule: Schedule,
+    generator: np.random.Generator,
+    on_round: Callable[[], None] = lambda: None,
+) -> dict[str, Times]:
+    """Seconds of every timed call, as rounds x calls, in an order drawn anew each round.
+
+    The first call of a block pays for caches that the others left behind; it is not counted.
+    """
+    names = list(runners)
+    found: dict[str, list[list[float]]] = {name: [] for name in names}
+    for _ in range(schedule.rounds):
+        for index in generator.permutation(len(names)):
+            name = names[index]
+            run = runners[name]
+            run()
+            found[name].append([_clock(run) for _ in range(schedule.calls[name])])
+        on_round()
+    return {name: np.asarray(rows) for name, rows in found.items()}
+
+
+def _clock(run: Runner) -> float:
+    start = time.perf_counter_ns()
+    run()
+    return (time.perf_counter_ns() - start) * 1e-9
+
+
+def summarise(times: Times) -> Summary:
+    """Percentiles, mean and deviation over all calls."""
+    flat = times.ravel() * 1e3
+    p50, p90, p99 = (float(q) for q in np.percentile(flat, (50, 90, 99)))
+    return Summary(p50, p90, p99, float(flat.mean()), float(flat.std()), flat.size)
+
+
+def compare(
+    baseline: Sequence[Times], other: Sequence[Times], generator: np.random.Generator
+) -> Ratio:
+    """Ratio of medians, baseline over other; one array for each pair of fresh sessions.
+
+    The interval comes from drawing sessions, and rounds within them, again: calls of one
+    block share its fate, and two sessions of one model may differ by where their memory lies.
+    """
+    base = np.concatenate([times.ravel() for times in baseline])
+    rest = np.concatenate([times.ravel() for times in other])
+    draws = np.empty(RESAMPLES)
+    for k in range(RESAMPLES):
+        picked_base, picked_rest = [], []
+        for session in generator.integers(0, len(baseline), len(baseline)):
+            first, second = baseline[session], other[session]
+            rounds = generator.integers(0, len(first), len(first))
+            picked_base.append(first[rounds].ravel())
+            picked_rest.append(second[rounds].ravel())
+        draws[k] = np.median(np.concatenate(picked_base)) / np.median(np.concatenate(picked_rest))
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = (float(q) for q in np.percentile(draws, (tail, 100 - tail)))
+    return Ratio(float(np.median(base) / np.median(rest)), low, high)
