@@ -1,0 +1,463 @@
+"""The one training loop: baseline, stages and fine-tune differ in their losses alone.
+
+Every update of step k depends on the weights, the optimizer and k: order, augmentation,
+dropout and learning rate are drawn from k. A step that is not finite ends the run before it
+is saved. Several processes average gradients and norm statistics, one message per update.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from dcptool import console
+from dcptool.errors import EnvironmentFault, GateFailed, Interrupted
+from dcptool.training import signals
+from dcptool.training.checkpoint import Checkpoints
+from dcptool.training.dist import SINGLE, Dist
+from dcptool.training.evaluate import Accuracy, Stopped
+from dcptool.training.layout import apply_layout, choose_layout
+from dcptool.training.loader import Batches, seed_all
+from dcptool.training.losses import Loss
+from dcptool.training.metrics import Metrics
+from dcptool.training.optimizers import Optimizer
+from dcptool.training.schedule import Schedule
+
+Validate = Callable[[nn.Module, Callable[[], bool]], Accuracy]
+GPU_CHECK_EVERY = 20
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything about a fit that is neither network, data, loss nor learning rate."""
+
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    device: str = "cpu"
+    seed: int = 0
+    amp: torch.dtype | None = None
+    clip_grad: float | None = None
+    ema_decay: float | None = None
+    channels_last: str = "auto"
+    norms: str = "train"
+    mixup: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    validate: Validate | None = None
+    validate_every: int = 1
+    keep_best: bool = True
+    checkpoints: Checkpoints | None = None
+    metrics: Metrics | None = None
+    log_every: int = 10
+    max_time_s: float | None = None
+    title: str = "train"
+    resume_command: str = ""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What a fit did."""
+
+    steps: int
+    epochs: float
+    seconds: float
+    images_per_second: float
+    last_loss: float
+    best_top1: float | None
+    channels_last: bool
+    ended_by: str
+
+
+@dataclass
+class _State:
+    step: int = 0
+    validated: int = -1
+    best_top1: float | None = None
+    best: dict[str, Tensor] | None = None
+    seconds: float = 0.0
+    channels_last: bool | None = None
+
+
+def fit(
+    model: nn.Module,
+    batches: Batches,
+    losses: Sequence[Loss],
+    schedule: Schedule,
+    run: Run | None = None,
+    dist: Dist = SINGLE,
+) -> Fitted:
+    """Train `model` in place; one update for each loss and mini-batch.
+
+    Raises Interrupted at the edge of a step after a signal, GateFailed when a loss is not
+    finite. With `validate` and `keep_best` the best weights are the ones that stay.
+    """
+    run = run or Run()
+    with _kept_random_state(), signals.watch() as flag:
+        return _Fit(model, batches, losses, schedule, run, dist, flag).go()
+
+
+@contextmanager
+def _kept_random_state() -> Iterator[None]:
+    """Give the caller's generators back as they were."""
+    state, array_state = torch.get_rng_state(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        numpy.random.set_state(array_state)
+
+
+class _Fit:
+    """One fit under way; split into small steps so that each can be read alone."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Batches,
+        losses: Sequence[Loss],
+        schedule: Schedule,
+        run: Run,
+        dist: Dist,
+        flag: signals.Flag,
+    ) -> None:
+        self.model, self.batches, self.losses = model.to(run.device), batches, losses
+        self.schedule, self.run, self.dist, self.flag = schedule, run, dist, flag
+        dist.broadcast_tensors([*model.parameters(), *model.buffers()])
+        self.optimizer = run.optimizer.make(model, schedule.lr)
+        self.ema = copy.deepcopy(model).requires_grad_(False) if run.ema_decay else None
+        self.scaler = torch.amp.GradScaler(
+            run.device.partition(":")[0], enabled=run.amp is torch.float16
+        )
+        self.state = _State()
+        self.began = time.monotonic()
+        self.loss_sum = torch.zeros((), device=run.device)
+        self.right = torch.zeros((), device=run.device)
+        self.seen = 0
+        self.since_log = [0, time.monotonic()]
+        self.last_loss = math.nan
+        self.ended_by = "schedule"
+        self.images_done = 0
+        self.busy_s = 0.0
+
+    def go(self) -> Fitted:
+        """Resume if there is something to resume, then train to the end."""
+        state, run = self.state, self.run
+        self._restore()
+        if state.channels_last is None:
+            chosen = choose_layout(self.model, self.batches, run.channels_last)
+            state.channels_last = self.dist.broadcast(chosen)
+        apply_layout(self.model, state.channels_last)
+        if self.ema is not None:
+            apply_layout(self.ema, state.channels_last)
+        try:
+            with console.progress(run.title, self.schedule.steps) as task:
+                task.advance(state.step)
+                self._train(task)
+        finally:
+            apply_layout(self.model, False)
+        self._finish()
+        epochs = state.step / len(self.batches)
+        speed = self.images_done * self.dist.world / self.busy_s if self.busy_s else 0.0
+        return Fitted(
+            steps=state.step,
+            epochs=epochs,
+            seconds=self._elapsed(),
+            images_per_second=speed,
+            last_loss=self.last_loss,
+            best_top1=state.best_top1,
+            channels_last=state.channels_last,
+            ended_by=self.ended_by,
+        )
+
+    def _train(self, task: console.Task) -> None:
+        state, per_epoch = self.state, len(self.batches)
+        self._mode()
+        if state.step and self._validation_is_due():
+            self._validate()
+        while state.step < self.schedule.steps and self.ended_by == "schedule":
+            epoch, start = divmod(state.step, per_epoch)
+            clock = time.perf_counter()
+            for images, labels in self.batches.epoch(epoch, start):
+                stop = self._step(images, labels)
+                state.step += 1
+                self.images_done += len(labels)
+                self.busy_s += time.perf_counter() - clock
+                task.advance(1, self._status())
+                self._edge(stop)
+                clock = time.perf_counter()
+                if self.ended_by != "schedule" or state.step >= self.schedule.steps:
+                    break
+
+    def _mode(self) -> None:
+        self.model.train()
+        if self.run.norms == "eval":
+            for module in self.model.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
+
+    def _step(self, images: Tensor, labels: Tensor) -> float:
+        """All updates of one mini-batch; returns the request to stop, summed over ranks."""
+        run, state = self.run, self.state
+        rate = self.schedule.at(state.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_scale", 1.0)
+        seed_all(run.seed, state.step, self.dist.rank)
+        wanted = torch.channels_last if state.channels_last else torch.contiguous_format
+        images = images.contiguous(memory_format=wanted)
+        targets = labels
+        if run.mixup is not None:
+            images, targets = run.mixup(images, labels)
+        stop, total = 0.0, None
+        for loss_of in self.losses:
+            self.optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(
+                images.device.type, dtype=run.amp or torch.bfloat16, enabled=run.amp is not None
+            ):
+                loss, scores = loss_of(self.model, images, targets)
+            torch.autograd.backward(self.scaler.scale(loss))
+            value, asked = self._share(loss.detach())
+            stop = max(stop, asked)
+            self._check(value)
+            self._update()
+            total = value if total is None else total + value
+            if scores is not None and labels.dtype == torch.long:
+                self.right += (scores.detach().argmax(1) == labels).sum()
+                self.seen += len(labels)
+        assert total is not None
+        self.loss_sum += total
+        self.since_log[0] += 1
+        if self.ema is not None:
+            _follow(self.ema, self.model, float(run.ema_decay or 0))
+        return stop
+
+    def _share(self, loss: Tensor) -> tuple[Tensor, float]:
+        """Average gradients, norm statistics and loss over the ranks, and ask who must stop."""
+        wish = float(self.flag.number or self._time_is_up())
+        if self.dist.world == 1:
+            return loss, wish
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        buffers = [b for b in self.model.buffers() if b.is_floating_point()]
+        tail = torch.stack([loss.float(), torch.tensor(wish, device=loss.device)])
+        parts = [*grads, *buffers, tail]
+        flat = torch.cat([part.reshape(-1).float() for part in parts])
+        self.dist.sum(flat)
+        asked = float(flat[-1])
+        flat /= self.dist.world
+        for part, piece in zip(parts, torch.split(flat, [p.numel() for p in parts]), strict=True):
+            part.copy_(piece.view_as(part))
+        return tail[0], asked
+
+    def _check(self, loss: Tensor) -> None:
+        on_gpu = self.run.device.startswith("cuda")
+        if on_gpu and self.state.step % GPU_CHECK_EVERY:
+            return
+        self._require_finite(float(loss))
+
+    def _require_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise GateFailed(
+                f"the loss is {loss} at step {self.state.step}",
+                why=f"learning rate {self.schedule.at(self.state.step):.3g}; it was not saved",
+                try_="the same command with a smaller --lr, or with --clip-grad 1",
+            )
+
+    def _update(self) -> None:
+        if self.run.clip_grad is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.run.clip_grad)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def _edge(self, stop: float) -> None:
+        """Between two steps: log, validate, save, or end as asked."""
+        state, run = self.state, self.run
+        last = state.step >= self.schedule.steps
+        at_epoch = state.step % len(self.batches) == 0
+        if state.step % run.log_every == 0 or at_epoch or last or stop:
+            self._log()
+        if stop:
+            self._stop()
+        if self._validation_is_due() or (last and state.validated != state.step):
+            self._validate()
+        if run.checkpoints is not None and (last or at_epoch or run.checkpoints.due()):
+            self._save()
+
+    def _stop(self) -> None:
+        number = int(self.dist.largest(float(self.flag.number)))
+        if not number:
+            self.ended_by = "max-time"
+            if self.run.validate is not None:
+                self._validate()
+            return
+        self._save()
+        saved = "state saved" if self.run.checkpoints is not None else "nothing was saved"
+        raise Interrupted(
+            number,
+            message=f"stopped at step {self.state.step}, {saved}",
+            try_=self.run.resume_command,
+        )
+
+    def _validation_is_due(self) -> bool:
+        state, per_epoch = self.state, len(self.batches)
+        every = self.run.validate_every * per_epoch
+        return (
+            self.run.validate is not None
+            and state.step % every == 0
+            and state.validated < state.step
+        )
+
+    def _validate(self) -> None:
+        state, run = self.state, self.run
+        if run.validate is None:
+            return
+        judged = self.ema if self.ema is not None else self.model
+        try:
+            found = run.validate(judged, lambda: bool(self.flag.number))
+        except Stopped:
+            self._stop()
+            return
+        self._mode()
+        state.validated = state.step
+        if state.best_top1 is None or found.top1 >= state.best_top1:
+            state.best_top1 = found.top1
+            if run.keep_best:
+                state.best = {k: v.detach().clone() for k, v in judged.state_dict().items()}
+        if run.metrics is not None and self.dist.is_writer:
+            run.metrics.write(
+                {
+                    "step": state.step,
+                    "epoch": state.step / len(self.batches),
+                    "val_top1": found.top1,
+                    "val_top5": found.top5,
+                    "val_loss": found.loss,
+                }
+            )
+
+    def _log(self) -> None:
+        steps, since = self.since_log
+        if not steps:
+            return
+        state, run = self.state, self.run
+        loss = float(self.loss_sum) / steps
+        self._require_finite(loss)
+        self.last_loss = loss
+        accuracy = 100 * float(self.right) / self.seen if self.seen else None
+        now = time.monotonic()
+        images = steps * self.batches.batch_size * self.dist.world
+        if run.metrics is not None and self.dist.is_writer:
+            run.metrics.write(
+                {
+                    "step": state.step,
+                    "epoch": state.step / len(self.batches),
+                    "lr": self.schedule.at(state.step - 1),
+                    "loss": loss,
+                    "train_top1": accuracy,
+                    "images_per_second": images / max(now - since, 1e-9),
+                    "seconds": self._elapsed(),
+                }
+            )
+        self.loss_sum.zero_()
+        self.right.zero_()
+        self.seen = 0
+        self.since_log = [0, now]
+
+    def _status(self) -> str:
+        speed = self.images_done * self.dist.world / max(self.busy_s, 1e-9)
+        text = f"epoch {self.state.step / len(self.batches):.1f}  {speed:.0f} img/s"
+        if math.isfinite(self.last_loss):
+            text += f"  loss {self.last_loss:.3f}"
+        if self.state.best_top1 is not None:
+            text += f"  best top-1 {self.state.best_top1:.2f}"
+        return text
+
+    def _time_is_up(self) -> bool:
+        limit = self.run.max_time_s
+        return limit is not None and time.monotonic() - self.began >= limit
+
+    def _elapsed(self) -> float:
+        return self.state.seconds + time.monotonic() - self.began
+
+    def _save(self) -> None:
+        if self.run.checkpoints is None or not self.dist.is_writer:
+            return
+        state = self.state
+        tree: dict[str, Any] = {
+            "step": state.step,
+            "validated": state.validated,
+            "best_top1": state.best_top1,
+            "best": state.best,
+            "seconds": self._elapsed(),
+            "channels_last": state.channels_last,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "ema": self.ema.state_dict() if self.ema is not None else None,
+            "log": [self.loss_sum, self.right, self.seen, self.since_log[0]],
+        }
+        self.run.checkpoints.save(tree)
+
+    def _restore(self) -> None:
+        found = (
+            self.run.checkpoints.load() if self.run.checkpoints and self.dist.is_writer else None
+        )
+        found = self.dist.broadcast(found)
+        if found is None:
+            return
+        state = self.state
+        state.step, state.validated = found["step"], found["validated"]
+        state.best_top1, state.seconds = found["best_top1"], found["seconds"]
+        state.channels_last = found["channels_last"]
+        if found["best"] is not None:
+            state.best = {k: v.to(self.run.device) for k, v in found["best"].items()}
+        self.model.load_state_dict(found["model"])
+        self.optimizer.load_state_dict(found["optimizer"])
+        self.scaler.load_state_dict(found["scaler"])
+        if self.ema is not None:
+            self.ema.load_state_dict(found["ema"])
+        loss_sum, right, self.seen, self.since_log[0] = found["log"]
+        self.loss_sum.copy_(loss_sum)
+        self.right.copy_(right)
+        if self.run.metrics is not None and self.dist.is_writer:
+            self.run.metrics.rewind(state.step)
+        console.note(f"resumed at step {state.step} of {self.schedule.steps}")
+
+    def _finish(self) -> None:
+        """Leave the weights that were asked for in the model."""
+        if self.run.keep_best and self.state.best is not None:
+            self.model.load_state_dict(self.state.best)
+        elif self.ema is not None:
+            self.model.load_state_dict(self.ema.state_dict())
+        self.model.eval()
+
+
+def _follow(ema: nn.Module, model: nn.Module, decay: float) -> None:
+    """Move the averaged weights a little towards the present ones."""
+    with torch.no_grad():
+        for mine, theirs in zip(
+            ema.state_dict().values(), model.state_dict().values(), strict=True
+        ):
+            if mine.is_floating_point():
+                mine.lerp_(theirs, 1 - decay)
+            else:
+                mine.copy_(theirs)
+
+
+def amp_dtype(name: str | None, device: str) -> torch.dtype | None:
+    """The type for mixed precision: float16 or bfloat16, by name or by what the device has."""
+    if name is None:
+        return None
+    if name in ("", "auto"):
+        name = "float16" if device.startswith("cuda") else "bfloat16"
+    if name == "float16" and not device.startswith("cuda"):
+        raise EnvironmentFault(
+            "float16 training needs a GPU",
+            why=f"the device is {device}",
+            try_="--amp-dtype bfloat16",
+        )
+    return torch.float16 if name == "float16" else torch.bfloat16

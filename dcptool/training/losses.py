@@ -1,0 +1,72 @@
+"""What is minimised. A loss runs the forward pass it needs and returns loss and scores.
+
+`fit` makes one update for each loss in its list, so a stage with two losses has two forwards,
+the second one at the weights after the first update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dcptool.errors import UsageError
+
+
+class Outcome(NamedTuple):
+    """A scalar loss, and class scores where there are some, for the running accuracy."""
+
+    loss: Tensor
+    scores: Tensor | None = None
+
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Outcome]
+
+
+def cross_entropy(smoothing: float = 0.0) -> Loss:
+    """Against class numbers, or against the soft targets of mixup."""
+
+    def loss(model: nn.Module, images: Tensor, targets: Tensor) -> Outcome:
+        scores = model(images)
+        return Outcome(functional.cross_entropy(scores, targets, label_smoothing=smoothing), scores)
+
+    return loss
+
+
+def distill(
+    teacher: nn.Module,
+    *,
+    weight: float = 0.5,
+    temperature: float = 2.0,
+    smoothing: float = 0.0,
+    labelled: bool = True,
+) -> Loss:
+    """Cross-entropy mixed with the divergence from the teacher's scores.
+
+    `weight` is the teacher's share. Without labels the teacher is all there is.
+    """
+    if not 0 <= weight <= 1 or temperature <= 0:
+        raise UsageError("--kd-weight lies between 0 and 1, --kd-temperature above 0")
+    teacher.eval()
+    share = weight if labelled else 1.0
+
+    def loss(model: nn.Module, images: Tensor, targets: Tensor) -> Outcome:
+        scores = model(images)
+        with torch.no_grad():
+            wanted = teacher(images)
+        divergence = functional.kl_div(
+            functional.log_softmax(scores.float() / temperature, dim=1),
+            functional.log_softmax(wanted.float() / temperature, dim=1),
+            reduction="batchmean",
+            log_target=True,
+        )
+        total = share * temperature**2 * divergence
+        if share < 1:
+            plain = functional.cross_entropy(scores, targets, label_smoothing=smoothing)
+            total = total + (1 - share) * plain
+        return Outcome(total, scores)
+
+    return loss

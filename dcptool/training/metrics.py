@@ -1,0 +1,141 @@
+"""Figures of a run as they come: metrics.jsonl and metrics.csv, and trackers by option.
+
+The files are appended to and may lose their last line when the power fails; a resume cuts
+them back to the step it starts from, so that no step appears twice.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dcptool import files
+from dcptool.errors import EnvironmentFault, UsageError
+
+COLUMNS = (
+    "step",
+    "epoch",
+    "lr",
+    "loss",
+    "train_top1",
+    "val_top1",
+    "val_top5",
+    "val_loss",
+    "images_per_second",
+    "seconds",
+)
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+
+Row = Mapping[str, float | None]
+
+
+@dataclass
+class Metrics:
+    """The files in one folder, and whoever else wants to know."""
+
+    folder: Path
+    trackers: Sequence[Any] = field(default_factory=tuple)
+
+    def write(self, row: Row) -> None:
+        """Add one row."""
+        self._append("metrics.jsonl", json.dumps(_rounded(row), allow_nan=False) + "\n")
+        head = "" if (self.folder / "metrics.csv").exists() else ",".join(COLUMNS) + "\n"
+        self._append("metrics.csv", head + _csv_line(row))
+        for tracker in self.trackers:
+            tracker(row)
+
+    def rows(self) -> list[dict[str, float | None]]:
+        """What was written so far, without a torn last line."""
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return []
+        found = []
+        for line in (
+            files.read_bytes(path, what="the metrics").decode(errors="replace").splitlines()
+        ):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                found.append(row)
+        return found
+
+    def rewind(self, step: int) -> None:
+        """Drop what was written after `step`."""
+        kept = [row for row in self.rows() if (row.get("step") or 0) <= step]
+        text = "".join(json.dumps(row) + "\n" for row in kept)
+        files.publish(self.folder / "metrics.jsonl", text.encode())
+        table = ",".join(COLUMNS) + "\n" + "".join(_csv_line(row) for row in kept)
+        files.publish(self.folder / "metrics.csv", table.encode())
+
+    def _append(self, name: str, text: str) -> None:
+        path = self.folder / name
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+            try:
+                os.write(handle, text.encode())
+            finally:
+                os.close(handle)
+        except OSError as err:
+            raise files.storage_fault(err, path) from err
+
+
+def _rounded(row: Row) -> dict[str, float | None]:
+    return {key: round(value, 6) if value is not None else None for key, value in row.items()}
+
+
+def _csv_line(row: Row) -> str:
+    text = io.StringIO()
+    rounded = _rounded(row)
+    values = [rounded.get(name) for name in COLUMNS]
+    csv.writer(text, lineterminator="\n").writerow(["" if v is None else v for v in values])
+    return text.getvalue()
+
+
+def open_trackers(names: Sequence[str], folder: Path, run_name: str) -> list[Any]:
+    """One callable for each tracker that `--report-to` names."""
+    strange = [name for name in names if name not in TRACKERS]
+    if strange:
+        raise UsageError(
+            f"unknown tracker {strange[0]!r}", why="--report-to knows " + ", ".join(TRACKERS)
+        )
+    return [_open_tracker(name, folder, run_name) for name in names]
+
+
+def _open_tracker(name: str, folder: Path, run_name: str) -> Any:
+    try:
+        if name == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer: Any = SummaryWriter(str(folder / "tensorboard"))
+
+            def to_board(row: Row) -> None:
+                for key, value in row.items():
+                    if value is not None and key != "step":
+                        writer.add_scalar(key, value, int(row["step"] or 0))
+
+            return to_board
+        if name == "wandb":
+            import wandb  # type: ignore[import-not-found, unused-ignore]
+
+            wandb.init(dir=str(folder), name=run_name)
+            return lambda row: wandb.log(dict(row), step=int(row["step"] or 0))
+        import mlflow  # type: ignore[import-not-found, unused-ignore]
+
+        mlflow.start_run(run_name=run_name)
+        return lambda row: mlflow.log_metrics(
+            {k: v for k, v in row.items() if v is not None}, step=int(row["step"] or 0)
+        )
+    except ImportError as err:
+        raise EnvironmentFault(
+            f"--report-to {name} needs a package that is not installed",
+            why=str(err),
+            try_=f"pip install {name}",
+        ) from err

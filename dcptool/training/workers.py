@@ -1,0 +1,114 @@
+"""Large images: decoded and transformed in worker processes, handed over as bytes.
+
+Every image seeds its own draws from seed, epoch and number, so that neither the count of
+workers nor a resume changes what is seen. Bad images come back as messages, not exceptions.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from dcptool.errors import EnvironmentFault
+from dcptool.training.images import BadImage
+from dcptool.training.loader import ImageSet, evaluation_transform, judge, seed_all
+from dcptool.training.loader import training_transform as make_training_transform
+
+Item = tuple[int, Tensor | str, int]
+
+
+class _Reader(Dataset[Item]):
+    def __init__(self, images: ImageSet, epoch: int, seed: int, *, train: bool) -> None:
+        self.images = images
+        self.epoch = epoch
+        self.seed = seed
+        self.varied = train and not images.augment.off
+        seen = images.input
+        self.transform: Any = (
+            make_training_transform(seen, images.augment)
+            if self.varied
+            else evaluation_transform(seen)
+        )
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, position: int) -> Item:
+        store = self.images.store
+        number = int(self.images.numbers[position])
+        try:
+            image = store.source.read(number, store.mode)
+        except BadImage as err:
+            return number, f"{err.where}: {err.why}", -1
+        if self.varied:
+            seed_all(self.seed, self.epoch, number)
+        return number, torch.as_tensor(self.transform(image)), int(self.images.labels[position])
+
+
+def _keep(items: list[Item]) -> list[Item]:
+    return items
+
+
+def _calm_worker(_number: int) -> None:
+    """Leave Ctrl-C to the parent, which saves first; end on SIGTERM as processes do."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    torch.set_num_threads(1)
+
+
+def read_in_workers(
+    images: ImageSet,
+    order: Sequence[numpy.ndarray],
+    epoch: int,
+    *,
+    seed: int,
+    workers: int,
+    train: bool,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of bytes and labels in the given order; skipped images make a batch smaller."""
+    reader = _Reader(images, epoch, seed, train=train)
+    state = (torch.get_rng_state(), numpy.random.get_state()) if not workers else None
+    batches: DataLoader[Item] = DataLoader(
+        reader,
+        batch_sampler=[positions.tolist() for positions in order],
+        num_workers=min(workers, len(order)),
+        collate_fn=_keep,
+        worker_init_fn=_calm_worker,
+    )
+    store = images.store
+    try:
+        for items in batches:
+            for number, pixels, _ in items:
+                if isinstance(pixels, str):
+                    store.bad[number] = pixels
+            judge(store.bad, store.skip_bad)
+            good = [(pixels, label) for _, pixels, label in items if isinstance(pixels, Tensor)]
+            if good:
+                yield torch.stack([p for p, _ in good]), torch.tensor([label for _, label in good])
+    except (RuntimeError, OSError, EOFError) as err:
+        raise worker_fault(err, workers) from err
+    finally:
+        if state is not None:
+            torch.set_rng_state(state[0])
+            numpy.random.set_state(state[1])
+
+
+def worker_fault(err: Exception, workers: int) -> EnvironmentFault:
+    """Say what it means when worker processes, their memory or their handles give out."""
+    text = str(err).splitlines()[0] if str(err) else type(err).__name__
+    if "shared memory" in text or "shm" in text or "No space left" in text:
+        what = "no shared memory for data workers (/dev/shm is full)"
+    elif "Too many open files" in text or "open files" in text:
+        what = "too many open files for data workers (ulimit -n)"
+    elif "killed by signal" in text or isinstance(err, (ConnectionError, EOFError)):
+        what = "a data worker died, maybe out of memory"
+    else:
+        what = f"reading images in {workers} workers failed"
+    return EnvironmentFault(what, why=text, try_="the same command with --workers 0")
