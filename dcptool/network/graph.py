@@ -7,8 +7,7 @@ locked and why. Changes nothing; `surgery` does.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +22,8 @@ from dcptool.network.structure import Structure, read_structure
 from dcptool.network.trace import VALUE, trace
 
 DENSE = ("conv", "linear")
+# A per-channel parameter is a vector; a label for each element of a matrix would cost seconds.
+LARGEST_PARAMETER = 1 << 15
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +154,8 @@ def _parameter(flow: Flow, node: fx.Node) -> Any:
     name, value = str(node.target), flow.value
     if not isinstance(value, Tensor):
         return value
+    if value.numel() > LARGEST_PARAMETER:
+        return flow.fixed(value, f"the parameter {name} has no channel dimension")
     if name not in flow.sites:
         labels = flow.ties.fresh(value.numel()).reshape(value.shape)
         flow.sites[name] = SiteDraft(name, "parameter", labels, labels)
@@ -298,11 +301,3 @@ def _confirm(graph: ChannelGraph, module: nn.Module, input_size: tuple[int, ...]
         for g in graph.groups
     )
     return replace(graph, groups=groups)
-
-
-def input_nodes(values: Iterable[Any]) -> list[fx.Node]:
-    """The fx nodes among arguments."""
-    return [value for value in values if isinstance(value, fx.Node)]
-
-
-ADDITIONS = {operator.add, operator.iadd, torch.add}

@@ -64,9 +64,12 @@ class Ties:
         Where one side can never be removed, the other side is frozen for the same reason.
         `added_at` names the addition that makes the tie, if one does.
         """
-        pairs = torch.stack([first.reshape(-1), second.reshape(-1)], dim=1)
-        pairs = torch.unique(pairs[pairs[:, 0] != pairs[:, 1]], dim=0)
-        for one, other in pairs.tolist():
+        first, second = first.reshape(-1), second.reshape(-1)
+        differ = first != second
+        # One number for each pair: sorting numbers is far cheaper than sorting rows.
+        packed = torch.unique((first[differ] << 32) + (second[differ] & 0xFFFFFFFF))
+        others = (packed & 0xFFFFFFFF).to(torch.int32).tolist()
+        for one, other in zip((packed >> 32).tolist(), others, strict=True):
             if one < 0 and other < 0:
                 continue
             if one < 0 or other < 0:

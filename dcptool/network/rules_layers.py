@@ -47,7 +47,7 @@ def standardised_convolution(flow: Flow, conv: nn.Conv2d, labels: Tensor) -> Ten
     return result
 
 
-@rule(nn.Linear)
+@rule(nn.Linear, tl.Linear)
 def linear(flow: Flow, layer: nn.Linear, labels: Tensor) -> Tensor:
     """Reads the last dimension; after a flatten one channel is several columns."""
     shape = flow.shape()

@@ -67,7 +67,7 @@ class Structure:
 def read_structure(graph: fx.Graph, root: nn.Module, dense: Sequence[str]) -> Structure:
     """Find blocks, cut points and the classifier of a traced network."""
     nodes = [node for node in graph.nodes if _is_activation(node) or node.op == "output"]
-    dominator, users = _dominators(nodes)
+    dominator = _dominators(nodes)
     of_site = {str(n.target): n for n in nodes if n.op == "call_module"}
     layers = tuple(name for name in dense if name in of_site)
     adds = [n for n in nodes if _is_residual(n)]
@@ -76,6 +76,7 @@ def read_structure(graph: fx.Graph, root: nn.Module, dense: Sequence[str]) -> St
     main = _main_path(nodes, dominator)
     depths = _depths(nodes, set(layers))
     ends = [add for add in adds if add in main]
+    plain = {n for n in nodes if n.op == "call_module" and not _has_tensors(root, n)}
     return Structure(
         owner={name: node.name for name, node in of_site.items()},
         interiors=tuple(frozenset(str(n.target) for n in inner if n.op == "call_module") for inner in interiors),
@@ -84,7 +85,7 @@ def read_structure(graph: fx.Graph, root: nn.Module, dense: Sequence[str]) -> St
         classifier=layers[-1] if layers else "",
         layers=_without_shortcuts(layers),
         cut_points=tuple((n.name, depths[n]) for n in main if n.op != "output"),
-        block_ends=tuple(_after_activation(n).name for n in ends),
+        block_ends=tuple(_after_activation(n, plain).name for n in ends),
     )
 
 
@@ -101,7 +102,7 @@ def _is_residual(node: fx.Node) -> bool:
     return is_add and len(parts) == 2 and parts[0] is not parts[1] and parts[0].meta[VALUE].dim() > 2
 
 
-def _dominators(nodes: Sequence[fx.Node]) -> tuple[dict[fx.Node, fx.Node | None], dict[fx.Node, int]]:
+def _dominators(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node | None]:
     """Immediate dominators in a graph given in topological order."""
     index = {node: i for i, node in enumerate(nodes)}
     dominator: dict[fx.Node, fx.Node | None] = {}
@@ -111,7 +112,7 @@ def _dominators(nodes: Sequence[fx.Node]) -> tuple[dict[fx.Node, fx.Node | None]
         for source in sources[1:]:
             common = _meet(common, source, dominator, index)
         dominator[node] = common
-    return dominator, index
+    return dominator
 
 
 def _meet(
@@ -201,12 +202,16 @@ def _without_shortcuts(layers: Sequence[str]) -> tuple[str, ...]:
     return tuple(n for n in layers if not any(w in n for w in ("downsample", "shortcut")))
 
 
-def _after_activation(add: fx.Node) -> fx.Node:
+def _after_activation(add: fx.Node, plain: set[fx.Node]) -> fx.Node:
     """The activation right after an addition belongs to the block."""
     users = [u for u in add.users if u.op in ("call_module", "call_function", "call_method")]
-    if len(users) == 1 and users[0].op == "call_module" and _same_shape(users[0], add):
+    if len(users) == 1 and users[0] in plain and _same_shape(users[0], add):
         return users[0]
     return add
+
+
+def _has_tensors(root: nn.Module, node: fx.Node) -> bool:
+    return bool(root.get_submodule(str(node.target)).state_dict())
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:
