@@ -55,6 +55,40 @@ from dcptool.errors import UsageError
 @click.option(
     "--rtol", type=click.FloatRange(0), help="Relative tolerance of parity (1e-4; fp16 2e-2)."
 )
+@click.option("--int8", "as_int8", is_flag=True, help="Static INT8 (QDQ, one scale per channel).")
+@click.option(
+    "--calibration",
+    type=click.Choice(["minmax", "entropy", "percentile"]),
+    default="minmax",
+    show_default=True,
+    help="How ranges are found for --int8.",
+)
+@click.option(
+    "--int8-skip",
+    default="",
+    metavar="auto|NAMES",
+    help="Layers left in float, separated by commas; auto finds those that hurt.",
+)
+@click.option(
+    "--max-accuracy-drop",
+    type=click.FloatRange(0),
+    metavar="POINTS",
+    help="Exit 4, and write nothing, when --int8 loses more top-1 than this.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    help="Images to calibrate --int8 with.",
+)
+@click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Images, one folder for each class: used for parity and for --int8.",
+)
+@click.option("--dataset", metavar="NAME", help="A named data set instead of --data-dir.")
 @click.option(
     "--runs-dir",
     type=click.Path(path_type=Path),
@@ -75,6 +109,13 @@ def command(
     fp16: bool,
     atol: float | None,
     rtol: float | None,
+    as_int8: bool,
+    calibration: str,
+    int8_skip: str,
+    max_accuracy_drop: float | None,
+    samples: int,
+    data_dir: Path | None,
+    dataset: str | None,
     runs_dir: Path | None,
     force: bool,
     as_json: bool,
@@ -90,12 +131,60 @@ def command(
         dcptool export runs/latest --onnx slim.onnx --with-preprocessing --softmax
         dcptool export resnet18 --no-pretrained --onnx resnet18.onnx
     """
+    if not as_int8 and (int8_skip or max_accuracy_drop is not None):
+        raise UsageError("--int8-skip and --max-accuracy-drop are for --int8", try_="add --int8")
     from dcptool.deploy import export as exporting
-    from dcptool.deploy import targets
+    from dcptool.deploy import int8, targets
     from dcptool.pipeline import rundir
 
     target = target or str(rundir.latest(runs_dir))
     artifact = targets.is_artifact(target)
+    path = _output(target, onnx_file, artifact)
+    network = targets.open_network(target, **model)
+    document: dict[str, Any] = {}
+    if safetensors:
+        document["safetensors"] = targets.publish_weights(network, safetensors, force=force)
+    if onnx_file is not None or not safetensors:
+        settings = int8.Settings(
+            calibration,
+            tuple(name.strip() for name in int8_skip.split(",") if name.strip()),
+            max_accuracy_drop,
+        )
+        options = exporting.Options(
+            opset=opset,
+            dynamic=dynamic,
+            with_preprocessing=with_preprocessing,
+            softmax=softmax,
+            fp16=fp16,
+            int8=settings if as_int8 else None,
+            atol=atol,
+            rtol=rtol,
+            seed=model["seed"],
+        )
+        facts = targets.facts_of(Path(target)) if artifact else {}
+        parity, images = None, None
+        if data_dir or dataset or as_int8:
+            from dcptool.deploy import samples as sampling
+            from dcptool.training.data import DataSpec
+
+            spec = DataSpec(
+                data_dir=data_dir, dataset=dataset, seed=model["seed"], offline=model["offline"]
+            )
+            data = sampling.open_images(spec, network)
+            parity = sampling.parity_batches(data, model["seed"])
+            if as_int8:
+                images = sampling.calibration_images(data, network, samples, model["seed"])
+        console.note(f"exporting {network.base} to {path}")
+        result = exporting.export(
+            network, path, options, facts=facts, samples=parity, images=images, force=force
+        )
+        document |= result.document()
+    emit("export", document, _text(document), as_json=as_json)
+
+
+def _output(target: str, onnx_file: str | None, artifact: bool) -> Path:
+    from dcptool.deploy import targets
+
     if onnx_file:
         path = Path(onnx_file)
     elif artifact:
@@ -104,33 +193,36 @@ def command(
         path = Path(target.replace(":", "_").replace("/", "_") + ".onnx")
     if path.suffix != ".onnx":
         raise UsageError(f"{path} does not end in .onnx", try_=f"--onnx {path}.onnx")
-    network = targets.open_network(target, **model)
-    facts = targets.facts_of(Path(target)) if artifact else {}
-    options = exporting.Options(
-        opset=opset,
-        dynamic=dynamic,
-        with_preprocessing=with_preprocessing,
-        softmax=softmax,
-        fp16=fp16,
-        atol=atol,
-        rtol=rtol,
-        seed=model["seed"],
-    )
-    console.note(f"exporting {network.base} to {path}")
-    result = exporting.export(network, path, options, facts=facts, force=force)
-    emit("export", result.document(), _text(result.document()), as_json=as_json)
+    return path
 
 
 def _text(document: dict[str, Any]) -> str:
-    parity = document["parity"]
-    lines = [
-        f"{document['file']}: {document['bytes'] / 1e6:.1f} MB, opset {document['opset']}, "
-        f"exporter {document['exporter']}",
-        f"parity: {parity['samples']} samples, max difference {parity['max_abs']:.2g} "
-        f"(relative {parity['max_rel']:.2g}), same top-1 {parity['top1_agreement']:.1f} %",
-    ]
-    if document["labels"]:
-        lines.append(f"labels: {document['labels']}")
-    if document["subnormal_flushed"]:
-        lines.append(f"{document['subnormal_flushed']} subnormal weights set to zero")
+    lines = []
+    if "safetensors" in document:
+        weights = document["safetensors"]
+        lines.append(f"{weights['file']}: {weights['bytes'] / 1e6:.1f} MB, plain weights")
+    if "file" in document:
+        parity = document["parity"]
+        lines += [
+            f"{document['file']}: {document['bytes'] / 1e6:.1f} MB, opset {document['opset']}, "
+            f"exporter {document['exporter']}",
+            f"parity: {parity['samples']} samples, max difference {parity['max_abs']:.2g} "
+            f"(relative {parity['max_rel']:.2g}), same top-1 {parity['top1_agreement']:.1f} %",
+        ]
+        if document["labels"]:
+            lines.append(f"labels: {document['labels']}")
+        if document["subnormal_flushed"]:
+            lines.append(f"{document['subnormal_flushed']} subnormal weights set to zero")
+        if "int8" in document:
+            lines += _int8_lines(document["int8"])
     return "\n".join(lines)
+
+
+def _int8_lines(found: dict[str, Any]) -> list[str]:
+    line = f"int8: {found['layers']} layers, {found['calibration']} on {found['images']} images, "
+    if found["top1_before"] is not None:
+        line += f"top-1 {found['top1_before']:.2f} before, {found['top1_after']:.2f} after, "
+    lines = [line + f"same top-1 as float {found['agreement']:.1f} %"]
+    if found["skipped"]:
+        lines.append(f"left in float: {', '.join(found['skipped'])}")
+    return lines

@@ -7,7 +7,7 @@ whole or not at all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +15,10 @@ import onnx
 import torch
 
 from dcptool import __version__, console, files
-from dcptool.deploy import onnx_export, onnx_graph, parity
+from dcptool.deploy import int8, onnx_export, onnx_graph, parity
 from dcptool.deploy.parity import Array, Parity
 from dcptool.deploy.session import open_session
-from dcptool.errors import GateFailed, InputError
+from dcptool.errors import GateFailed, InputError, UsageError
 from dcptool.network.models import Network
 
 FP32_TOLERANCE = (1e-5, 1e-4)
@@ -34,6 +34,7 @@ class Options:
     with_preprocessing: bool = False
     softmax: bool = False
     fp16: bool = False
+    int8: int8.Settings | None = None
     atol: float | None = None
     rtol: float | None = None
     seed: int = 0
@@ -57,13 +58,14 @@ class Exported:
     exporter: str
     parity: Parity
     subnormal: int
+    int8: int8.Outcome | None = None
     labels: Path | None = None
     sha256: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def document(self) -> dict[str, object]:
         """The names of the JSON contract."""
-        return {
+        document: dict[str, object] = {
             "file": str(self.file),
             "bytes": self.bytes,
             "sha256": self.sha256,
@@ -73,6 +75,9 @@ class Exported:
             "subnormal_flushed": self.subnormal,
             "parity": self.parity.document(),
         }
+        if self.int8 is not None:
+            document["int8"] = self.int8.document()
+        return document
 
 
 def export(
@@ -82,25 +87,36 @@ def export(
     *,
     facts: Mapping[str, object] | None = None,
     samples: Iterable[Array] | None = None,
+    images: int8.Images | None = None,
     labels: bool = True,
     force: bool = False,
 ) -> Exported:
     """Publish `network` as ONNX at `target` with a labels file beside it.
 
-    `samples` are normalised float batches for parity, noise is drawn without them; `facts`
-    are further metadata (rate, accuracy, hash of the artifact).
+    `samples` are normalised float batches for parity, noise is drawn without them; `images`
+    are what INT8 is calibrated and judged with; `facts` are further metadata (rate, accuracy,
+    hash of the artifact).
     """
     options = options or Options()
+    _check_options(options, images)
     files.require_new(target, force=force)
     files.make_folder(target.parent)
     check_finite(network)
     translation = onnx_export.translate(network, opset=options.opset, dynamic=options.dynamic)
-    proto, subnormal = finish(translation.proto, network, options, facts or {})
+    proto = translation.proto
+    subnormal = clean(proto)
+    outcome: int8.Outcome | None = None
+    if options.int8 is not None and images is not None:
+        # The float graph must be right before it is made coarser; accuracy judges the rest.
+        plain = replace(options, with_preprocessing=False, softmax=False)
+        found = _parity_of(network, proto, plain, samples)
+        proto, outcome = int8.apply(proto, images, options.int8)
+        proto = dress(proto, network, options, facts or {})
+    else:
+        proto = dress(proto, network, options, facts or {})
+        found = _parity_of(network, proto, options, samples)
     check(proto)
     data = proto.SerializeToString()
-    atol, rtol = options.tolerance()
-    found = judge(network, data, options, samples)
-    parity.require(found, atol=atol, rtol=rtol)
     beside = publish_labels(network, target, force=force) if labels else None
     files.publish(target, data)
     return Exported(
@@ -110,10 +126,27 @@ def export(
         translation.exporter,
         found,
         subnormal,
+        outcome,
         beside,
         files.sha256(data),
         onnx_graph.metadata(proto),
     )
+
+
+def _check_options(options: Options, images: int8.Images | None) -> None:
+    if options.int8 is not None and options.fp16:
+        raise UsageError("--int8 and --fp16 exclude each other")
+    if options.int8 is not None and not (images and images.batches):
+        raise UsageError("INT8 needs images to calibrate with", try_="--data-dir FOLDER")
+
+
+def _parity_of(
+    network: Network, proto: onnx.ModelProto, options: Options, samples: Iterable[Array] | None
+) -> Parity:
+    found = judge(network, proto.SerializeToString(), options, samples)
+    atol, rtol = options.tolerance()
+    parity.require(found, atol=atol, rtol=rtol)
+    return found
 
 
 def check_finite(network: Network) -> None:
@@ -126,17 +159,19 @@ def check_finite(network: Network) -> None:
             )
 
 
-def finish(
-    proto: onnx.ModelProto, network: Network, options: Options, facts: Mapping[str, object]
-) -> tuple[onnx.ModelProto, int]:
-    """Names, flushed constants, number format, pre- and post-processing, metadata."""
+def clean(proto: onnx.ModelProto) -> int:
+    """Names of the torch modules, no notes, no subnormal constants; tells how many there were."""
     onnx_graph.name_nodes(proto)
     left = onnx_graph.unfolded_norms(proto)
     if left:
-        console.warn(
-            f"{len(left)} norms could not be folded into their convolutions, e.g. {left[0]}"
-        )
-    subnormal = onnx_graph.flush_subnormals(proto)
+        console.warn(f"{len(left)} norms were not folded into their convolutions: {left[0]} ...")
+    return onnx_graph.flush_subnormals(proto)
+
+
+def dress(
+    proto: onnx.ModelProto, network: Network, options: Options, facts: Mapping[str, object]
+) -> onnx.ModelProto:
+    """Number format, pre- and post-processing, metadata."""
     if options.fp16:
         proto = onnx_graph.to_half(proto)
     if options.with_preprocessing:
@@ -155,12 +190,13 @@ def finish(
             "interpolation": network.input.interpolation,
             "crop_pct": network.input.crop_pct,
             "preprocessing": "embedded: uint8 NHWC RGB" if options.with_preprocessing else "none",
+            "precision": "int8" if options.int8 else "fp16" if options.fp16 else "fp32",
             "output": "probabilities" if options.softmax else "logits",
             "classes": network.classes,
             **facts,
         },
     )
-    return proto, subnormal
+    return proto
 
 
 def check(proto: onnx.ModelProto) -> None:

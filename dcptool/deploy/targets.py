@@ -49,3 +49,18 @@ def dense_of(network: Network, seed: int = 0) -> Network:
 
     torch.manual_seed(seed)
     return Network(models.build(network.base), network.base, network.input, network.classes)
+
+
+def publish_weights(network: Network, target: Path, *, force: bool) -> dict[str, object]:
+    """Write the plain weights of a network, under the names of its torch modules."""
+    from safetensors.torch import save
+
+    files.require_new(target, force=force)
+    files.make_folder(target.parent)
+    # Copies: two modules may share one tensor, which the format cannot say.
+    state = {
+        name: value.detach().cpu().clone() for name, value in network.module.state_dict().items()
+    }
+    data = save(state, metadata={"format": "pt", "base_model": str(network.base)})
+    files.publish(target, data)
+    return {"file": str(target), "bytes": len(data), "sha256": files.sha256(data)}

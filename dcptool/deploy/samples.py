@@ -1,0 +1,50 @@
+"""Real images for parity, calibration and accuracy, as arrays that onnxruntime takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from dcptool.deploy.int8 import Images
+from dcptool.deploy.parity import Array, Function
+from dcptool.network.models import Network
+from dcptool.training import data as training_data
+from dcptool.training.data import Data, DataSpec
+from dcptool.training.evaluate import evaluate
+from dcptool.training.loader import Batches, ImageSet
+
+BATCH = 16
+ACCURACY_BATCH = 100
+PARITY_IMAGES = 33
+
+
+def open_images(spec: DataSpec, network: Network) -> Data:
+    """The data as the exported network will see it: its own size, also for the built-in set."""
+    size = network.input.size[1]
+    return training_data.open_data(replace(spec, img_size=spec.img_size or size), network)
+
+
+def parity_batches(data: Data, seed: int = 0) -> list[Array]:
+    """A few images, the same for the same seed."""
+    return _arrays(training_data.samples(data, PARITY_IMAGES, seed))
+
+
+def calibration_images(data: Data, network: Network, count: int, seed: int = 0) -> Images:
+    """Training images to calibrate with; accuracy on val, which is not test."""
+    batches = _arrays(training_data.samples(data, count, seed))
+    top1 = None
+    if data.labelled and len(data.classes) == network.base.num_classes:
+        held = Batches(data.val, ACCURACY_BATCH)
+
+        def top1(predict: Function) -> float:
+            def scores(images: torch.Tensor) -> torch.Tensor:
+                return torch.from_numpy(predict(images.numpy()))
+
+            return evaluate(scores, held, network.base.num_classes, title="accuracy").top1
+
+    return Images(batches, top1, data.source)
+
+
+def _arrays(images: ImageSet) -> list[Array]:
+    return [batch.numpy() for batch, _ in Batches(images, BATCH)]
