@@ -142,12 +142,14 @@ def read_bytes(
     except OSError as err:
         why = os.strerror(err.errno) if err.errno else str(err)
         raise InputError(f"cannot read {what} {path}", why=why) from err
+    # Asked of the handle itself: a stream cannot even be made of a folder.
+    info = os.fstat(handle)
+    if not stat.S_ISREG(info.st_mode):
+        os.close(handle)
+        raise InputError(
+            f"cannot read {what} {path}", why=f"it is {_kind(info.st_mode)}, not a regular file"
+        )
     with os.fdopen(handle, "rb") as stream:
-        info = os.fstat(stream.fileno())
-        if not stat.S_ISREG(info.st_mode):
-            raise InputError(
-                f"cannot read {what} {path}", why=f"it is {_kind(info.st_mode)}, not a regular file"
-            )
         if limit is not None and info.st_size > limit:
             raise InputError(
                 f"cannot read {what} {path}",

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any
 
-PICKLE_LIMIT = 8 << 20
+PURSE = 16 << 20
+STEP_COST = 16
 DIRECTORY_LIMIT = 16 << 20
-STEP_LIMIT = 1_500_000
 TENSOR_LIMIT = 100_000
 
 SAVE_PLAIN = "save the weights alone: torch.save(model.state_dict(), FILE), or as safetensors"
@@ -78,28 +78,28 @@ class _StorageType:
 
 
 class _Meter:
-    """Lets the walk read only so many bytes in so many steps."""
+    """Lets the walk read only so many bytes in so many steps: both are paid from one purse."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self.stream = stream
-        self.left = PICKLE_LIMIT
-        self.steps = 0
-
-    def _count(self, size: int) -> None:
-        self.steps += 1
-        self.left -= size
-        if self.left < 0 or self.steps > STEP_LIMIT:
-            raise Refused(
-                f"it is a pickle of more than {PICKLE_LIMIT:,} bytes or steps", SAVE_PLAIN
-            )
+        self.left = PURSE
+        self.short = False
 
     def read(self, size: int) -> bytes:
-        self._count(size)
-        return self.stream.read(size)
+        self.left -= size + STEP_COST
+        if self.left < 0:
+            raise Refused("it is a pickle of too many steps or bytes for weights", SAVE_PLAIN)
+        data = self.stream.read(size)
+        if len(data) < size:
+            self.short = True
+        return data
 
     def readline(self) -> bytes:
         line = self.stream.readline(4096)
-        self._count(len(line))
+        self.left -= len(line) + STEP_COST
+        if not line.endswith(b"\n"):
+            self.short = True
+            raise EOFError
         return line
 
 
@@ -356,7 +356,6 @@ def _walk(meter: _Meter) -> _Found:
     try:
         result = walk.load()
     except _MALFORMED as err:
-        short = isinstance(err, EOFError) or "truncated" in str(err)
-        state = "truncated" if short else "damaged"
+        state = "truncated" if meter.short else "damaged"
         raise Refused(f"it is no weight file, or a {state} one") from err
     return _Found(result, walk.storages)

@@ -86,11 +86,15 @@ def _inspect(stream: IO[bytes], size: int, suffix: str, *, whole: bool) -> str:
     stream.seek(0)
     if not head:
         raise Refused("it is empty")
+    # A length in binary and a brace; its bytes may look like the start of something else.
+    if head[8:9] == b"{" and (b"\0" in head[:8] or b"\xff" in head[:8]):
+        _inspect_safetensors(stream, size)
+        return "safetensors"
     _recognise(head)
     if head.startswith(b"PK\x03\x04"):
         torchfile.inspect_zip(stream, size, whole=whole)
         return "torch"
-    if head[8:9] == b"{" or suffix == ".safetensors":
+    if suffix == ".safetensors":
         _inspect_safetensors(stream, size)
         return "safetensors"
     try:

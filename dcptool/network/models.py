@@ -39,6 +39,7 @@ __all__ = [
 # Arguments of constructors that read files, use the network or change what is returned.
 _FORBIDDEN = {"cache_dir", "checkpoint_path", "features_only", "progress", "scriptable"}
 _LARGEST = 1 << 20
+_TINY = 64
 
 
 def build(base: Base) -> nn.Module:
@@ -151,9 +152,11 @@ def _adapt(offer: Offer, num_classes: int | None, img_size: int | None, *, real:
     ):
         # Their published weights expect the scaling of the original implementation.
         arguments["transform_input"] = True
+    # A margin of a pixel or two around a tiny image would only blur it.
+    crop = 1.0 if img_size is not None and img_size <= _TINY else offer.input.crop_pct
     classes = offer.base.num_classes if num_classes is None else num_classes
     base = replace(offer.base, num_classes=classes, arguments=arguments)
-    return replace(offer, base=base, input=replace(offer.input, size=size))
+    return replace(offer, base=base, input=replace(offer.input, size=size, crop_pct=crop))
 
 
 def _make(offer: Offer, name: str, img_size: int | None) -> nn.Module:

@@ -96,8 +96,13 @@ def _in_timm(name: str) -> str:
     name = timm.models.get_deprecated_models().get(name) or name
     if not timm.is_model(name):
         return ""
-    tagged = "." in name and timm.get_pretrained_cfg(name, allow_unregistered=False) is None
-    return "" if tagged else name
+    try:
+        # Raises for a tag that is not known; no tag at all is fine, even without weights.
+        if "." in name and timm.get_pretrained_cfg(name, allow_unregistered=False) is None:
+            return ""
+    except RuntimeError:
+        return ""
+    return name
 
 
 def _timm_list() -> list[str]:

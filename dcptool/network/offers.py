@@ -87,7 +87,11 @@ def _hub(name: str, fetch: Fetch, offline: bool) -> Offer:
         path, data = fetch(Place(repo=repo, names=("config.json",)), offline)
     except WeightsUnreachable as err:
         if not offline and not isinstance(err, NotPublished):
-            raise
+            raise WeightsUnreachable(
+                f"cannot get the configuration of {name}",
+                why=err.why,
+                try_="a name that needs no network, such as timm:resnet18",
+            ) from err
         raise UsageError(
             f"there is no model {name!r}" + (" in the cache" if offline else ""),
             why=err.why,
