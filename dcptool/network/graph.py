@@ -17,7 +17,16 @@ from torch import Tensor, fx, nn
 
 from dcptool.network import rules_functions, rules_layers  # noqa: F401 - they fill the table
 from dcptool.network.labels import IntArray, Ties
-from dcptool.network.rules import FUNCTIONS, METHODS, Flow, SiteDraft, describe, layer_rule, tensors_in
+from dcptool.network.rules import (
+    FUNCTIONS,
+    METHODS,
+    Flow,
+    Rule,
+    SiteDraft,
+    describe,
+    layer_rule,
+    tensors_in,
+)
 from dcptool.network.structure import Structure, read_structure
 from dcptool.network.trace import VALUE, trace
 
@@ -132,13 +141,21 @@ def _step(flow: Flow, node: fx.Node, root: nn.Module, args: Any, kwargs: Any) ->
         module = root.get_submodule(str(node.target))
         rule = layer_rule(module)
         if rule is not None:
-            return rule(flow, module, *args, **kwargs)
+            return _apply(flow, rule, (module, *args), kwargs)
         _freeze_inside(flow, str(node.target), module)
         return flow.freeze([args, kwargs], f"{node.target} ({type(module).__name__}) has no rule")
     rule = METHODS.get(str(node.target)) if node.op == "call_method" else FUNCTIONS.get(node.target)  # type: ignore[arg-type]
     if rule is None:
         return flow.freeze([args, kwargs], f"{describe(node)} has no rule")
-    return rule(flow, *args, **kwargs)
+    return _apply(flow, rule, args, kwargs)
+
+
+def _apply(flow: Flow, rule: Rule, args: Any, kwargs: Any) -> Any:
+    try:
+        return rule(flow, *args, **kwargs)
+    except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError):
+        # Called in a way that the rule does not know: the same as no rule.
+        return flow.freeze([args, kwargs], f"{flow.place} is used in a way that has no rule")
 
 
 def _freeze_inside(flow: Flow, name: str, module: nn.Module) -> None:

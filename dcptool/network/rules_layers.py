@@ -7,6 +7,8 @@ parametric activations carry the labels and are cut with them.
 
 from __future__ import annotations
 
+import math
+
 import timm.layers as tl
 import torch
 import torchvision
@@ -18,17 +20,19 @@ from torch.nn.modules import activation
 from dcptool.network.labels import spread
 from dcptool.network.rules import Flow, rule
 
-NOT_DENSE = "its inputs are not channels of one tensor"
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @rule(nn.Conv1d, nn.Conv2d, nn.Conv3d, tl.Conv2dSame)
-@rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+@rule(*TRANSPOSED)
 def convolution(flow: Flow, conv: nn.Conv2d, labels: Tensor) -> Tensor:
     """Dense: fresh labels. Grouped: inputs and outputs of a group stay together."""
     shape = flow.shape()
     dim = len(shape) - len(conv.kernel_size) - 1
     inputs = flow.per_channel(labels, dim, f"{flow.place} convolves over more than positions")
-    positions = flow.value.numel() // (shape[dim] * (shape[0] if dim else 1))
+    # A transposed convolution multiplies once for each position of its input.
+    counted = labels.shape if isinstance(conv, TRANSPOSED) else shape
+    positions = math.prod(counted) // (counted[dim] * (counted[0] if dim else 1))
     outputs = flow.site(
         "conv", inputs, conv.out_channels, positions=positions, groups=conv.groups
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from dcptool.network.trace import VALUE
+from dcptool.network.trace import RETURNED_BY, VALUE
 
 _ADDITIONS = (operator.add, operator.iadd, torch.add)
 DEEP = 20
@@ -21,9 +21,8 @@ DEEP = 20
 
 @dataclass(frozen=True)
 class Structure:
-    """Where layers lie: `depth` counts dense layers, `cut_points` are (node, module, depth)."""
+    """Where layers lie; `cut_points` are modules with the number of layers before their output."""
 
-    owner: Mapping[str, str]
     interiors: tuple[frozenset[str], ...]
     block_of: Mapping[str, str]
     has_residuals: bool
@@ -48,7 +47,7 @@ class Structure:
         return 2 if len(self.layers) < DEEP else 3
 
     def pivots(self, losses: int) -> tuple[str, ...]:
-        """Nodes after which the losses go, evenly over the depth."""
+        """Modules after whose output the losses go, evenly over the depth."""
         if self.block_ends:
             blocks = len(self.block_ends)
             step = blocks // (losses + 1) + 1
@@ -66,7 +65,7 @@ class Structure:
 
 def read_structure(graph: fx.Graph, root: nn.Module, dense: Sequence[str]) -> Structure:
     """Find blocks, cut points and the classifier of a traced network."""
-    nodes = [node for node in graph.nodes if _is_activation(node) or node.op == "output"]
+    nodes = _live_nodes(graph)
     dominator = _dominators(nodes)
     of_site = {str(n.target): n for n in nodes if n.op == "call_module"}
     layers = tuple(name for name in dense if name in of_site)
@@ -78,15 +77,25 @@ def read_structure(graph: fx.Graph, root: nn.Module, dense: Sequence[str]) -> St
     ends = [add for add in adds if add in main]
     plain = {n for n in nodes if n.op == "call_module" and not _has_tensors(root, n)}
     return Structure(
-        owner={name: node.name for name, node in of_site.items()},
         interiors=tuple(frozenset(str(n.target) for n in inner if n.op == "call_module") for inner in interiors),
         block_of=block_of,
         has_residuals=bool(adds),
         classifier=layers[-1] if layers else "",
         layers=_without_shortcuts(layers),
-        cut_points=tuple((n.name, depths[n]) for n in main if n.op != "output"),
-        block_ends=tuple(_after_activation(n, plain).name for n in ends),
+        cut_points=tuple((_module_at(n), depths[n]) for n in main if _module_at(n)),
+        block_ends=tuple(filter(None, (_module_at(_after_activation(n, plain)) for n in ends))),
     )
+
+
+def _live_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Nodes that depend on the image: what parameters alone give is no signal."""
+    live: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        is_image = node.op == "placeholder" and _is_activation(node)
+        sources = _activation_inputs(node)
+        if is_image or ((_is_activation(node) or node.op == "output") and any(s in live for s in sources)):
+            live[node] = None
+    return list(live)
 
 
 def _is_activation(node: fx.Node) -> bool:
@@ -208,6 +217,17 @@ def _after_activation(add: fx.Node, plain: set[fx.Node]) -> fx.Node:
     if len(users) == 1 and users[0] in plain and _same_shape(users[0], add):
         return users[0]
     return add
+
+
+def _module_at(node: fx.Node) -> str:
+    """The innermost module that returns this tensor, so that a hook can find it; or nothing."""
+    inner = node.meta.get(RETURNED_BY, "")
+    if inner:
+        return str(inner)
+    alone = node.op == "call_module" and not any(
+        other is not node and other.target == node.target for other in node.graph.nodes
+    )
+    return str(node.target) if alone else ""
 
 
 def _has_tensors(root: nn.Module, node: fx.Node) -> bool:

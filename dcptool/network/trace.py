@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from dcptool.errors import InputError
 
 VALUE = "value"
+RETURNED_BY = "returned_by"
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -52,6 +53,8 @@ def trace(
             why=f"{type(err).__name__}: {_first_line(err)}",
             try_="a network whose forward does not depend on the values of its input",
         ) from err
+    for node, name in tracer.returned.items():
+        node.meta[RETURNED_BY] = name
     return graph, root
 
 
@@ -90,6 +93,7 @@ class _Tracer(fx.Tracer):
         self._evaluating = False
         self.deepest = ""
         self.opaque: set[str] = set()
+        self.returned: dict[fx.Node, str] = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return self._leaf(m) or super().is_leaf_module(m, module_qualified_name)
@@ -103,7 +107,10 @@ class _Tracer(fx.Tracer):
         if self.is_leaf_module(m, name) or name in self.opaque:
             return self.create_proxy("call_module", name, args, kwargs)
         try:
-            return super().call_module(m, forward, args, kwargs)
+            result = super().call_module(m, forward, args, kwargs)
+            if isinstance(result, fx.Proxy):
+                self.returned[result.node] = self.returned.get(result.node, name)
+            return result  # noqa: TRY300 - an else branch would hide that both ways return
         except Exception:
             self.deepest = self.deepest or name
             self.opaque.add(name)
