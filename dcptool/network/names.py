@@ -47,8 +47,10 @@ def resolve(name: str) -> tuple[str, str]:
     raise unknown(name)
 
 
-def is_registered(source: str, name: str) -> bool:
+def is_registered(source: str, name: object) -> bool:
     """Whether a registry has exactly this name; used for names out of files."""
+    if not isinstance(name, str):
+        return False
     if source == "timm":
         return _in_timm(name) == name
     return name in (torchvision_names() if source == "torchvision" else zoo_names())
@@ -68,25 +70,25 @@ def nearest(name: str, count: int = 3) -> list[str]:
     """Names of all registries that are spelled most like `name`, as they may be typed."""
     prefix, _, rest = name.rpartition(":")
     architecture = rest.lower().partition(".")[0]
-    spellings: dict[str, str] = {f"zoo:{known}": known for known in zoo_names()}
     timm_names = _timm_list()
-    spellings.update({known: known for known in timm_names})
+    spellings = {known: known for known in timm_names}
     for known in torchvision_names():
         if known not in timm_names or prefix == "torchvision":
             spellings[f"torchvision:{known}"] = known
+    spellings.update({f"zoo:{known}": known for known in zoo_names()})
     matcher = difflib.SequenceMatcher(b=architecture)
     scores: dict[str, tuple[float, bool]] = {}
     for spelling, known in spellings.items():
         matcher.set_seq1(known)
-        wanted = bool(prefix) and spelling.startswith(f"{prefix}:")
-        scores[spelling] = (matcher.ratio(), wanted)
+        elsewhere = bool(prefix) and not spelling.startswith(f"{prefix}:")
+        scores[spelling] = (-matcher.ratio(), elsewhere)
     tags = []
     if "." in rest and architecture in timm_names:
         import timm
 
         tagged = timm.list_models(f"{architecture}.*", pretrained=True)
         tags = difflib.get_close_matches(rest, tagged, count, cutoff=0.0)
-    return (tags + sorted(scores, key=lambda known: scores[known], reverse=True))[:count]
+    return (tags + sorted(scores, key=lambda known: scores[known]))[:count]
 
 
 def _in_timm(name: str) -> str:
