@@ -56,6 +56,190 @@ model_options = stack(
     ),
     click.option("--num-classes", type=click.IntRange(1), help="Size of the classifier."),
     click.option("--img-size", type=click.IntRange(8, 4096), help="Input height and width."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Seed of all that is random."),
-    click.option("--offline", is_flag=True, envvar="DCPTOOL_OFFLINE", help="Never use the network."),
+    click.option(
+        "--seed", type=int, default=0, show_default=True, help="Seed of all that is random."
+    ),
+    click.option(
+        "--offline", is_flag=True, envvar="DCPTOOL_OFFLINE", help="Never use the network."
+    ),
+)
+
+
+def packed(name: str, *decorators: Callable[[Any], Any]) -> Callable[[Function], Function]:
+    """A set of options that reaches the command as one dictionary called `name`."""
+
+    def apply(function: Function) -> Function:
+        keys: set[str] = set()
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            values = {key: kwargs.pop(key) for key in keys if key in kwargs}
+            return function(*args, **{name: values}, **kwargs)
+
+        before = {p.name for p in getattr(wrapper, "__click_params__", [])}
+        result = stack(*decorators)(wrapper)  # type: ignore[type-var]
+        parameters = getattr(result, "__click_params__", [])
+        keys.update(str(p.name) for p in parameters if p.name not in before)
+        return result  # type: ignore[return-value]
+
+    return apply
+
+
+data_options = packed(
+    "data",
+    click.option(
+        "--data-dir",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="Images: train/ and val/ or test/ with class folders, or class folders alone.",
+    ),
+    click.option(
+        "--dataset",
+        metavar="NAME",
+        help="A data set by timm's prefix: torch/cifar10, hfds/NAME, wds/ (with --data-dir).",
+    ),
+    click.option(
+        "--images",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="Images without labels, at any depth.",
+    ),
+    click.option("--train-split", default="train", show_default=True, help="Name of the split."),
+    click.option("--val-split", help="Name of the split that choices are made on."),
+    click.option(
+        "--val-fraction",
+        type=click.FloatRange(0, 0.9, min_open=True),
+        default=0.1,
+        show_default=True,
+        help="Share of train held out when there is no val; at most 5,000 images.",
+    ),
+    click.option("--dataset-download", is_flag=True, help="Let torch/ data sets be downloaded."),
+    click.option(
+        "--mean", type=float, nargs=3, metavar="R G B", help="Mean of the pixels, 0 to 1."
+    ),
+    click.option("--std", type=float, nargs=3, metavar="R G B", help="Their standard deviation."),
+    click.option(
+        "--interpolation",
+        type=click.Choice(["bilinear", "bicubic", "nearest", "lanczos"]),
+        help="How images are resized.",
+    ),
+    click.option(
+        "--crop-pct",
+        type=click.FloatRange(0, 1, min_open=True),
+        help="Share of the resized image that the centre crop keeps.",
+    ),
+    click.option(
+        "--skip-bad",
+        type=click.IntRange(0),
+        default=0,
+        metavar="N",
+        help="Leave out up to N unreadable images instead of stopping.",
+    ),
+)
+
+machine_options = stack(
+    click.option("--device", help="cpu, cuda, cuda:1 ...; the GPU if there is one."),
+    click.option(
+        "-j", "--workers", type=click.IntRange(0, 64), help="Processes that read large images."
+    ),
+    click.option("--amp", is_flag=True, help="Mixed precision."),
+    click.option(
+        "--amp-dtype",
+        type=click.Choice(["auto", "float16", "bfloat16"]),
+        default="auto",
+        help="Its type: float16 on a GPU, bfloat16 on a CPU.",
+    ),
+    click.option(
+        "--nproc-per-node",
+        type=click.IntRange(1, 64),
+        default=1,
+        show_default=True,
+        help="Start that many processes through torchrun.",
+    ),
+)
+
+augment_options = packed(
+    "augment",
+    click.option("--no-aug", "off", is_flag=True, help="No augmentation of training images."),
+    click.option("--hflip", type=click.FloatRange(0, 1), help="Chance of a mirror image (0.5)."),
+    click.option("--pad", type=click.IntRange(0), help="Shift small images by up to so many px."),
+    click.option("--scale", type=float, nargs=2, metavar="LOW HIGH", help="Area of random crops."),
+    click.option(
+        "--ratio", type=float, nargs=2, metavar="LOW HIGH", help="Aspect of random crops."
+    ),
+    click.option("--color-jitter", type=click.FloatRange(0), help="Strength of colour changes."),
+    click.option(
+        "--aa", metavar="POLICY", help="AutoAugment or RandAugment, e.g. rand-m9-mstd0.5."
+    ),
+    click.option("--reprob", type=click.FloatRange(0, 1), default=0.0, help="Random erasing."),
+)
+
+training_options = packed(
+    "training",
+    click.option("-b", "--batch-size", type=click.IntRange(1), help="Images per step and process."),
+    click.option("--epochs", type=click.FloatRange(0), help="Passes over the training images."),
+    click.option("--steps", type=click.IntRange(0), help="Updates, instead of --epochs."),
+    click.option("--max-time", metavar="TIME", help="End after 90s, 20m, 3h."),
+    click.option("--opt", default="sgd", show_default=True, help="Optimizer, by timm's name."),
+    click.option("--lr", type=click.FloatRange(0, min_open=True), help="Peak learning rate."),
+    click.option(
+        "--sched",
+        type=click.Choice(["cosine", "step", "constant", "exponential"]),
+        default="cosine",
+        show_default=True,
+        help="How the learning rate falls.",
+    ),
+    click.option(
+        "--warmup-epochs", type=click.FloatRange(0), help="Linear warm-up (5 % of the whole)."
+    ),
+    click.option(
+        "--decay-milestones",
+        metavar="E,E,...",
+        help="Epochs at which --sched step lowers the rate.",
+    ),
+    click.option(
+        "--decay-rate",
+        type=click.FloatRange(0, 1, min_open=True),
+        default=0.1,
+        show_default=True,
+        help="Factor of --sched step at each milestone, of exponential at each step.",
+    ),
+    click.option("--momentum", type=click.FloatRange(0, 1), default=0.9, show_default=True),
+    click.option("--weight-decay", type=click.FloatRange(0), default=1e-4, show_default=True),
+    click.option("--no-decay-norms", is_flag=True, help="No weight decay on norms and biases."),
+    click.option("--clip-grad", type=click.FloatRange(0, min_open=True), help="Largest norm."),
+    click.option("--smoothing", type=click.FloatRange(0, 1), default=0.0, help="Label smoothing."),
+    click.option("--mixup", type=click.FloatRange(0), default=0.0, help="Mixup alpha."),
+    click.option("--cutmix", type=click.FloatRange(0), default=0.0, help="CutMix alpha."),
+    click.option("--model-ema-decay", type=click.FloatRange(0, 1), help="Average the weights."),
+    click.option(
+        "--norms",
+        type=click.Choice(["train", "eval"]),
+        default="train",
+        show_default=True,
+        help="Batch norms learn statistics, or keep theirs.",
+    ),
+    click.option(
+        "--channels-last",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        show_default=True,
+        help="Memory layout; auto measures.",
+    ),
+    click.option("--log-interval", type=click.IntRange(1), default=10, show_default=True),
+    click.option(
+        "--save-every",
+        type=click.FloatRange(0),
+        default=60.0,
+        show_default=True,
+        help="Seconds between checkpoints within an epoch.",
+    ),
+    click.option("--report-to", default="", metavar="NAME,...", help="tensorboard, wandb, mlflow."),
+)
+
+runs_option = click.option(
+    "--runs-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of the runs (runs, or $DCPTOOL_RUNS).",
 )

@@ -8,8 +8,10 @@ against the network before any work. Reading and batching live in `loader.py`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -50,6 +52,27 @@ class DataSpec:
     def is_named(self) -> bool:
         """Whether the user named any data."""
         return bool(self.data_dir or self.dataset or self.images)
+
+
+def spec_of(
+    options: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    img_size: int | None = None,
+    offline: bool = False,
+    augment: Mapping[str, Any] | None = None,
+) -> DataSpec:
+    """The data options of a command line as one value."""
+    given = {key: value for key, value in options.items() if value is not None}
+    chosen = {key: value for key, value in (augment or {}).items() if value is not None}
+    return DataSpec(
+        **given, augment=Augment(**chosen), seed=seed, img_size=img_size, offline=offline
+    )
+
+
+def with_size(spec: DataSpec, size: int) -> DataSpec:
+    """The same data at a given input size, unless the user gave one."""
+    return dataclasses.replace(spec, img_size=spec.img_size or size)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dcptool import console
-from dcptool.errors import EnvironmentFault, GateFailed, Interrupted
+from dcptool.errors import GateFailed, Interrupted
 from dcptool.training import signals
 from dcptool.training.checkpoint import Checkpoints
 from dcptool.training.dist import SINGLE, Dist
@@ -446,18 +446,3 @@ def _follow(ema: nn.Module, model: nn.Module, decay: float) -> None:
                 mine.lerp_(theirs, 1 - decay)
             else:
                 mine.copy_(theirs)
-
-
-def amp_dtype(name: str | None, device: str) -> torch.dtype | None:
-    """The type for mixed precision: float16 or bfloat16, by name or by what the device has."""
-    if name is None:
-        return None
-    if name in ("", "auto"):
-        name = "float16" if device.startswith("cuda") else "bfloat16"
-    if name == "float16" and not device.startswith("cuda"):
-        raise EnvironmentFault(
-            "float16 training needs a GPU",
-            why=f"the device is {device}",
-            try_="--amp-dtype bfloat16",
-        )
-    return torch.float16 if name == "float16" else torch.bfloat16

@@ -1,0 +1,100 @@
+"""An .onnx file as something that turns images into class scores.
+
+The file is scanned and met by a child process first, like every foreign file. What it says
+of its own input (size, mean, std, embedded preprocessing) is how it is fed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dcptool import console
+from dcptool.deploy import guard, onnx_graph, onnx_scan
+from dcptool.deploy.session import feed_of, open_session
+from dcptool.errors import InputError
+from dcptool.network.models import Base, Input, Network
+
+DEFAULT = Input((3, 224, 224), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+@dataclass(frozen=True)
+class OnnxNetwork:
+    """A file ready to answer, described as a network whose module is never run."""
+
+    network: Network
+    predict: Callable[[Tensor], Tensor]
+    batch_size: int | None
+
+
+def open_onnx(path: Path, *, threads: int = 0, img_size: int | None = None) -> OnnxNetwork:
+    """Check and load a file; exit 3 says what is wrong with it."""
+    scanned = onnx_scan.scan(path)
+    facts = onnx_graph.metadata(scanned.proto)
+    session = open_session(scanned.data, threads=threads, folder=scanned.folder)
+    feed = feed_of(session)
+    embedded = feed.kind == "tensor(uint8)"
+    seen = _input(path, facts, feed.shape, embedded=embedded, img_size=img_size)
+    fixed = feed.shape[0]
+    guard.visit(path, batch_size=fixed or 1, size=seen.size[1])
+    output = session.get_outputs()[0]
+    classes = json.loads(facts["classes"]) if "classes" in facts else None
+    count = output.shape[-1] if isinstance(output.shape[-1], int) else None
+    count = count or int(facts.get("num_classes", "0"))
+    if len(output.shape) != 2 or count < 1:
+        raise InputError(f"{path} is no classifier", why=f"its output has shape {output.shape}")
+    kind = np.float16 if feed.kind == "tensor(float16)" else np.float32
+    is_probability = facts.get("output") == "probabilities"
+
+    def predict(images: Tensor) -> Tensor:
+        missing = max(0, (fixed or 0) - len(images))
+        batch: np.ndarray[Any, Any]
+        if embedded:
+            whole = (images * 255).round().clamp(0, 255).to(torch.uint8)
+            batch = whole.permute(0, 2, 3, 1).contiguous().cpu().numpy()
+        else:
+            batch = images.contiguous().cpu().numpy().astype(kind)
+        if missing:
+            batch = np.concatenate([batch, np.zeros((missing, *batch.shape[1:]), batch.dtype)])
+        scores = torch.from_numpy(session.run(None, {feed.name: batch})[0])[: len(images)].float()
+        return scores.clamp_min(1e-12).log() if is_probability else scores
+
+    base = Base("onnx", path.name, count)
+    network = Network(torch.nn.Identity(), base, seen, tuple(classes) if classes else None)
+    return OnnxNetwork(network, predict, fixed)
+
+
+def _input(
+    path: Path,
+    facts: dict[str, str],
+    shape: tuple[int | None, ...],
+    *,
+    embedded: bool,
+    img_size: int | None,
+) -> Input:
+    if len(shape) != 4:
+        raise InputError(f"{path} takes no images", why=f"its input has shape {list(shape)}")
+    height, channels = (shape[1], shape[3]) if embedded else (shape[2], shape[1])
+    known = json.loads(facts["input_size"]) if "input_size" in facts else None
+    if known is None:
+        console.note(f"{path} does not say how it was fed: ImageNet's mean and std unless given")
+    size = img_size or height or (known[1] if known else DEFAULT.size[1])
+    count = channels or (known[0] if known else 3)
+    mean: tuple[float, ...] = tuple(json.loads(facts.get("mean", json.dumps(DEFAULT.mean))))
+    std: tuple[float, ...] = tuple(json.loads(facts.get("std", json.dumps(DEFAULT.std))))
+    if embedded:
+        mean, std = (0.0,) * count, (1.0,) * count
+    return Input(
+        (count, size, size),
+        mean,
+        std,
+        facts.get("interpolation", DEFAULT.interpolation),
+        float(facts.get("crop_pct", DEFAULT.crop_pct)),
+    )
