@@ -232,9 +232,7 @@ def _groups(ties: Ties, sites: Mapping[str, Site], structure: Structure) -> list
         if sites[name].is_dense:
             members.setdefault(find(name), []).append(name)
     readers = _readers(sites)
-    return [
-        _group(ties, sites, structure, readers, producers) for producers in members.values()
-    ]
+    return [_group(ties, sites, structure, readers, producers) for producers in members.values()]
 
 
 def _readers(sites: Mapping[str, Site]) -> dict[int, list[str]]:
@@ -259,9 +257,7 @@ def _group(
     touching = list(dict.fromkeys(name for unit in units for name in readers[unit]))
     order = {name: i for i, name in enumerate(sites)}
     touching.sort(key=order.__getitem__)
-    consumers = [
-        n for n in touching if sites[n].is_dense and np.isin(sites[n].inputs, units).any()
-    ]
+    consumers = [n for n in touching if sites[n].is_dense and np.isin(sites[n].inputs, units).any()]
     carriers = [n for n in touching if not sites[n].is_dense]
     free = [unit for unit in units if not ties.frozen(unit)]
     status, reason = "prunable", ""

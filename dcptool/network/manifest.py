@@ -125,14 +125,18 @@ def _input(spec: Mapping[str, Any]) -> Input:
     statistics = []
     for key in ("mean", "std"):
         values = spec.get(key)
-        if not (isinstance(values, list) and len(values) == size[0] and all(_number(v) for v in values)):
+        if not (
+            isinstance(values, list) and len(values) == size[0] and all(_number(v) for v in values)
+        ):
             raise _Fault(f"input.{key} must be a number for each channel")
         statistics.append(tuple(float(v) for v in values))
     crop = spec.get("crop_pct", 1.0)
     if not (_number(crop) and 0 < crop <= 10):
         raise _Fault("input.crop_pct must be a share")
     interpolation = _field(spec, "interpolation", str)
-    return Input((size[0], size[1], size[2]), statistics[0], statistics[1], interpolation, float(crop))
+    return Input(
+        (size[0], size[1], size[2]), statistics[0], statistics[1], interpolation, float(crop)
+    )
 
 
 def _number(value: Any) -> bool:

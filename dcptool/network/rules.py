@@ -120,7 +120,13 @@ class Flow:
         return torch.full((labels.shape[dim],), self.ties.fixed(reason))
 
     def site(
-        self, kind: str, inputs: Tensor, outputs: int | Tensor, *, positions: int = 0, groups: int = 1
+        self,
+        kind: str,
+        inputs: Tensor,
+        outputs: int | Tensor,
+        *,
+        positions: int = 0,
+        groups: int = 1,
     ) -> Tensor:
         """Record the module at hand; returns its output labels (fresh when a count is given).
 

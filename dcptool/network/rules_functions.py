@@ -233,7 +233,11 @@ def getitem(flow: Flow, value: Any, index: Any) -> Any:
             continue
         if item is None:
             continue
-        if dim < value.dim() and varies(flow, value, dim) and not _takes_all(item, value.shape[dim]):
+        if (
+            dim < value.dim()
+            and varies(flow, value, dim)
+            and not _takes_all(item, value.shape[dim])
+        ):
             flow.ties.freeze(value, f"{flow.place} takes a fixed part of the channels")
             break
         dim += 1
@@ -284,4 +288,3 @@ def norm_over_channels(flow: Flow, labels: Tensor, *args: Any, **kwargs: Any) ->
 def question(flow: Flow, labels: Any, *args: Any) -> Any:
     """Sizes are known; they are plain numbers from here on."""
     return getattr(labels, args[0]) if isinstance(flow.value, Tensor) else flow.value
-

@@ -33,9 +33,7 @@ def convolution(flow: Flow, conv: nn.Conv2d, labels: Tensor) -> Tensor:
     # A transposed convolution multiplies once for each position of its input.
     counted = labels.shape if isinstance(conv, TRANSPOSED) else shape
     positions = math.prod(counted) // (counted[dim] * (counted[0] if dim else 1))
-    outputs = flow.site(
-        "conv", inputs, conv.out_channels, positions=positions, groups=conv.groups
-    )
+    outputs = flow.site("conv", inputs, conv.out_channels, positions=positions, groups=conv.groups)
     if conv.groups > 1:
         bundle = torch.cat([inputs.view(conv.groups, -1), outputs.view(conv.groups, -1)], dim=1)
         flow.ties.join(bundle, bundle[:, :1].expand_as(bundle))

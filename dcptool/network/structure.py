@@ -57,7 +57,9 @@ class Structure:
         chosen: list[str] = []
         for k in range(1, losses + 1):
             wanted = k * total / (losses + 1)
-            inner = [(abs(depth - wanted), name) for name, depth in self.cut_points if 0 < depth < total]
+            inner = [
+                (abs(depth - wanted), name) for name, depth in self.cut_points if 0 < depth < total
+            ]
             if inner:
                 chosen.append(min(inner)[1])
         return tuple(dict.fromkeys(chosen))
@@ -77,7 +79,9 @@ def read_structure(graph: fx.Graph, root: nn.Module, dense: Sequence[str]) -> St
     ends = [add for add in adds if add in main]
     plain = {n for n in nodes if n.op == "call_module" and not _has_tensors(root, n)}
     return Structure(
-        interiors=tuple(frozenset(str(n.target) for n in inner if n.op == "call_module") for inner in interiors),
+        interiors=tuple(
+            frozenset(str(n.target) for n in inner if n.op == "call_module") for inner in interiors
+        ),
         block_of=block_of,
         has_residuals=bool(adds),
         classifier=layers[-1] if layers else "",
@@ -93,7 +97,9 @@ def _live_nodes(graph: fx.Graph) -> list[fx.Node]:
     for node in graph.nodes:
         is_image = node.op == "placeholder" and _is_activation(node)
         sources = _activation_inputs(node)
-        if is_image or ((_is_activation(node) or node.op == "output") and any(s in live for s in sources)):
+        if is_image or (
+            (_is_activation(node) or node.op == "output") and any(s in live for s in sources)
+        ):
             live[node] = None
     return list(live)
 
@@ -108,7 +114,9 @@ def _is_residual(node: fx.Node) -> bool:
         node.op == "call_method" and node.target in ("add", "add_")
     )
     parts = [a for a in node.args if isinstance(a, fx.Node) and _is_activation(a)]
-    return is_add and len(parts) == 2 and parts[0] is not parts[1] and parts[0].meta[VALUE].dim() > 2
+    return (
+        is_add and len(parts) == 2 and parts[0] is not parts[1] and parts[0].meta[VALUE].dim() > 2
+    )
 
 
 def _dominators(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node | None]:
@@ -125,7 +133,10 @@ def _dominators(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node | None]:
 
 
 def _meet(
-    a: fx.Node | None, b: fx.Node | None, dominator: Mapping[fx.Node, fx.Node | None], index: Mapping[fx.Node, int]
+    a: fx.Node | None,
+    b: fx.Node | None,
+    dominator: Mapping[fx.Node, fx.Node | None],
+    index: Mapping[fx.Node, int],
 ) -> fx.Node | None:
     while a is not b:
         if a is None or b is None:
@@ -188,7 +199,9 @@ def _module_of(node: fx.Node) -> str:
     return names[-1] if names else ""
 
 
-def _main_path(nodes: Sequence[fx.Node], dominator: Mapping[fx.Node, fx.Node | None]) -> list[fx.Node]:
+def _main_path(
+    nodes: Sequence[fx.Node], dominator: Mapping[fx.Node, fx.Node | None]
+) -> list[fx.Node]:
     """Nodes through which everything passes, first to last."""
     path: list[fx.Node] = []
     node: fx.Node | None = nodes[-1]

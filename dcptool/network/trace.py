@@ -98,9 +98,7 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return self._leaf(m) or super().is_leaf_module(m, module_qualified_name)
 
-    def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._evaluating:
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
@@ -125,7 +123,9 @@ class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _ShapedProxy(node, self)
 
-    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *a: Any, **k: Any) -> Any:
+    def create_proxy(
+        self, kind: str, target: Any, args: Any, kwargs: Any, *a: Any, **k: Any
+    ) -> Any:
         result = super().create_proxy(kind, target, args, kwargs, *a, **k)
         node = result.node
         self._evaluating = True
