@@ -150,7 +150,7 @@ def _verdict(group: dict[str, Any] | None, name: str) -> str:
     if group["status"] == "coupled" and name != group["name"]:
         return f"coupled with {group['name']}"
     words = {"coupled": "coupled: ", "outside": "outside: ", "locked": "locked: "}
-    return words[group["status"]] + group["reason"]
+    return f"{words[group['status']]}{group['reason']}"
 
 
 def _predictions(document: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The manifest of an artifact: parsed and checked field by field, since anybody may have written it.
+"""The manifest of an artifact: checked field by field, since anybody may have written it.
 
 Owns the text form of kept indices ("0-5,7"). Refuses unknown formats, wrong types, indices out
 of order, file names that are more than names.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,16 +21,17 @@ from torch import Tensor, fx, nn
 from dcptool.network.labels import Ties, compact, is_constant, spread
 
 Rule = Callable[..., Any]
+R = TypeVar("R", bound=Rule)
 
 LAYERS: dict[type[nn.Module], Rule] = {}
 FUNCTIONS: dict[Callable[..., Any], Rule] = {}
 METHODS: dict[str, Rule] = {}
 
 
-def rule(*targets: Any) -> Callable[[Rule], Rule]:
+def rule(*targets: Any) -> Callable[[R], R]:
     """Enter a rule for layer types, functions or method names."""
 
-    def enter(function: Rule) -> Rule:
+    def enter(function: R) -> R:
         for target in targets:
             if isinstance(target, str):
                 METHODS[target] = function
@@ -47,7 +48,7 @@ def layer_rule(module: nn.Module) -> Rule | None:
     """The rule of a layer: that of its class, or of the class whose forward it inherits."""
     for kind in type(module).__mro__:
         if kind in LAYERS:
-            same = kind is type(module) or type(module).forward is kind.forward  # type: ignore[comparison-overlap]
+            same = kind is type(module) or type(module).forward is kind.forward
             return LAYERS[kind] if same else None
     return None
 

@@ -18,12 +18,16 @@ from torch import Tensor, fx
 from dcptool.network.labels import compact, is_constant, respread
 from dcptool.network.rules import Flow, rule, tensors_in, varies
 
+# fmt: off
 ELEMENTWISE = (
-    "relu relu_ sigmoid sigmoid_ tanh tanh_ gelu silu hardswish hardsigmoid softplus abs exp log "
-    "sqrt rsqrt clamp clamp_ clip neg square contiguous clone detach float half to type type_as "
-    "pow erf softsign mish elu leaky_relu relu6 hardtanh logsigmoid dropout round floor requires_grad_ "
-    "double bfloat16 sin cos reciprocal nan_to_num sign cuda cpu selu celu"
-).split()
+    "relu", "relu_", "sigmoid", "sigmoid_", "tanh", "tanh_", "gelu", "silu", "hardswish",
+    "hardsigmoid", "softplus", "abs", "exp", "log", "sqrt", "rsqrt", "clamp", "clamp_", "clip",
+    "neg", "square", "contiguous", "clone", "detach", "float", "half", "to", "type", "type_as",
+    "pow", "erf", "softsign", "mish", "elu", "leaky_relu", "relu6", "hardtanh", "logsigmoid",
+    "dropout", "round", "floor", "requires_grad_", "double", "bfloat16", "sin", "cos",
+    "reciprocal", "nan_to_num", "sign", "cuda", "cpu", "selu", "celu",
+)
+# fmt: on
 _NAMES = {
     getattr(owner, name)
     for owner in (torch, F)
@@ -67,7 +71,7 @@ def _binary(flow: Flow, first: Any, second: Any, *, added: bool) -> Any:
 
 def _tie(flow: Flow, first: Tensor, second: Tensor, *, added: bool) -> Tensor:
     """Tie two operands after broadcasting; returns the labels of the result."""
-    shape = torch.broadcast_shapes(first.shape, second.shape)
+    shape = _common_shape(first, second)
     wide = [t.reshape((1,) * (len(shape) - t.dim()) + tuple(t.shape)) for t in (first, second)]
     for this, other in (wide, wide[::-1]):
         for dim, size in enumerate(shape):
@@ -77,12 +81,17 @@ def _tie(flow: Flow, first: Tensor, second: Tensor, *, added: bool) -> Tensor:
                     flow.ties.freeze(this, f"{flow.place} broadcasts one channel over many")
                 return other.expand(shape)
     small = [compact(t) for t in wide]
-    common = torch.broadcast_shapes(small[0].shape, small[1].shape)
+    common = _common_shape(*small)
     one, two = (t.expand(common) for t in small)
     place = flow.place if added and not _is_parameter(flow) else ""
     flow.ties.join(one, two, added_at=place)
     result = torch.where(one >= 0, one, two)
     return result.expand(shape)
+
+
+def _common_shape(first: Tensor, second: Tensor) -> tuple[int, ...]:
+    shape: torch.Size = torch.broadcast_shapes(first.shape, second.shape)  # type: ignore[no-untyped-call]
+    return tuple(shape)
 
 
 def _is_parameter(flow: Flow) -> bool:
@@ -128,7 +137,7 @@ def stack(flow: Flow, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 def _compact_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     small = compact(first), compact(second)
-    common = torch.broadcast_shapes(small[0].shape, small[1].shape)
+    common = _common_shape(*small)
     return small[0].expand(common), small[1].expand(common)
 
 
@@ -208,7 +217,8 @@ def split(flow: Flow, labels: Tensor, sizes: Any, dim: int = 0) -> tuple[Tensor,
             return chunk(flow, labels, total // sizes, dim)
         if not (isinstance(sizes, int) and sizes >= total):
             flow.ties.freeze(labels, f"{flow.place} splits channels at fixed widths")
-    return labels.split(sizes, dim)
+    parts: tuple[Tensor, ...] = torch.split(labels, sizes, dim)
+    return parts
 
 
 @rule(torch.unbind, "unbind")

@@ -177,7 +177,7 @@ def _interior(fork: fx.Node | None, add: fx.Node) -> set[fx.Node]:
 
 
 def _blocks(root: nn.Module, adds: Sequence[fx.Node], layers: Iterable[str]) -> dict[str, str]:
-    """Module instances of a class that has its addition inside: MobileNet's blocks without one too."""
+    """The block of each layer: instances of classes that have an addition in some instance."""
     kinds: set[type[nn.Module]] = set()
     for add in adds:
         path = _module_of(add)

@@ -102,10 +102,10 @@ def _cut_conv(conv: nn.Module, kept: Cut) -> None:
     outputs, inputs = (1, 0) if transposed else (0, 1)
     weight = conv.weight
     if conv.groups == 1:
-        weight = _take(_take(weight, outputs, kept.outputs), inputs, kept.inputs)  # type: ignore[assignment]
+        weight = _take(_take(weight, outputs, kept.outputs), inputs, kept.inputs)
     else:
         whole = kept.inputs if transposed else kept.outputs
-        weight = _take(weight, 0, whole)  # type: ignore[assignment]
+        weight = _take(weight, 0, whole)
         if kept.inputs is not None:
             conv.groups = conv.groups * len(kept.inputs) // conv.in_channels
     _set(conv, "weight", weight)
@@ -154,7 +154,7 @@ def _cut_channels(layer: nn.Module, kept: Cut) -> None:
 
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_ROWS: tuple[tuple[object, Callable[[nn.Module, Cut], None]], ...] = (
+_ROWS: tuple[tuple[type | tuple[type, ...], Callable[[nn.Module, Cut], None]], ...] = (
     ((nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED), _cut_conv),
     (nn.Linear, _cut_linear),
     (nn.GroupNorm, _cut_group_norm),
@@ -188,7 +188,7 @@ def mask(module: nn.Module, graph: ChannelGraph, dead: set[int]) -> None:
             if site.is_dense and len(columns):
                 layer = module.get_submodule(site.name)
                 dim = 0 if isinstance(layer, _TRANSPOSED) else 1
-                layer.weight.index_fill_(dim, torch.from_numpy(columns), 0.0)  # type: ignore[union-attr, operator]
+                layer.weight.index_fill_(dim, torch.from_numpy(columns), 0.0)  # type: ignore[operator]
 
 
 def fits(

@@ -85,7 +85,7 @@ class _Tracer(fx.Tracer):
     ) -> None:
         from timm.layers._fx import get_notrace_functions
 
-        wrapped = [f for f in get_notrace_functions() if callable(f)]
+        wrapped = [f for f in get_notrace_functions() if callable(f)]  # type: ignore[no-untyped-call]
         super().__init__(autowrap_functions=tuple(wrapped), param_shapes_constant=False)
         self._leaf = is_leaf
         self._image = image
@@ -163,7 +163,7 @@ class _Tracer(fx.Tracer):
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         value = obj.node.meta[VALUE]
         count = value.shape[0] if isinstance(value, Tensor) else len(value)
-        return iter([obj[i] for i in range(count)])
+        return iter([obj[i] for i in range(count)])  # type: ignore[index]
 
 
 def _attribute(root: nn.Module, path: str) -> Any:
