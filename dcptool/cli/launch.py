@@ -35,8 +35,16 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+_folders: list[Path] = []
+
+
+def record_in(folder: Path) -> None:
+    """Let every rank also leave its status in the folder of the run."""
+    _folders.append(folder)
+
+
 @contextmanager
-def together(device: str, folder: Path | None = None) -> Iterator[Dist]:
+def together(device: str) -> Iterator[Dist]:
     """Join the other processes; on the way out write down how this one ended."""
     from dcptool.training import dist as processes
 
@@ -54,13 +62,10 @@ def together(device: str, folder: Path | None = None) -> Iterator[Dist]:
         raise
     finally:
         if is_launched():
-            for place in {folder, _status_folder()} - {None}:
-                write_status(Path(str(place)), rank, code, reason, fault)
-
-
-def _status_folder() -> Path | None:
-    text = os.environ.get(STATUS_FOLDER)
-    return Path(text) if text else None
+            told = os.environ.get(STATUS_FOLDER)
+            for place in [*_folders, *([Path(told)] if told else [])]:
+                write_status(place, rank, code, reason, fault)
+            _folders.clear()
 
 
 def write_status(

@@ -77,7 +77,7 @@ def packed(name: str, *decorators: Callable[[Any], Any]) -> Callable[[Function],
             return function(*args, **{name: values}, **kwargs)
 
         before = {p.name for p in getattr(wrapper, "__click_params__", [])}
-        result = stack(*decorators)(wrapper)  # type: ignore[type-var]
+        result = stack(*decorators)(wrapper)
         parameters = getattr(result, "__click_params__", [])
         keys.update(str(p.name) for p in parameters if p.name not in before)
         return result  # type: ignore[return-value]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import nn
 
 from dcptool.errors import InputError
@@ -43,16 +44,19 @@ def _some(names: tuple[str, ...]) -> str:
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def reset_head(network: Network, data: Data) -> Network:
+def reset_head(network: Network, data: Data, seed: int = 0) -> Network:
     """The same network with a fresh last layer for the classes of the data."""
     count = len(data.classes)
+    if not count:
+        raise InputError(f"{data.source} has no classes to make a classifier for")
     name, last = find_head(network)
     fresh: nn.Module
-    if isinstance(last, nn.Linear):
-        fresh = nn.Linear(last.in_features, count, bias=last.bias is not None)
-    else:
-        assert isinstance(last, nn.Conv2d)
-        fresh = nn.Conv2d(last.in_channels, count, 1, bias=last.bias is not None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if isinstance(last, nn.Linear):
+            fresh = nn.Linear(last.in_features, count, bias=last.bias is not None)
+        else:
+            fresh = nn.Conv2d(last.in_channels, count, 1, bias=last.bias is not None)
     fresh.to(next(last.parameters()))
     parent, _, leaf = name.rpartition(".")
     setattr(network.module.get_submodule(parent), leaf, fresh)

@@ -32,6 +32,7 @@ from dcptool.training.metrics import Metrics
 from dcptool.training.optimizers import Optimizer
 from dcptool.training.schedule import Schedule
 
+Vary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Validate = Callable[[nn.Module, Callable[[], bool]], Accuracy]
 GPU_CHECK_EVERY = 20
 
@@ -48,9 +49,10 @@ class Run:
     ema_decay: float | None = None
     channels_last: str = "auto"
     norms: str = "train"
-    mixup: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    vary: Vary | None = None
     validate: Validate | None = None
     validate_every: int = 1
+    validate_first: bool = False
     keep_best: bool = True
     checkpoints: Checkpoints | None = None
     metrics: Metrics | None = None
@@ -178,7 +180,7 @@ class _Fit:
     def _train(self, task: console.Task) -> None:
         state, per_epoch = self.state, len(self.batches)
         self._mode()
-        if state.step and self._validation_is_due():
+        if self._validation_is_due() and (state.step or self.run.validate_first):
             self._validate()
         while state.step < self.schedule.steps and self.ended_by == "schedule":
             epoch, start = divmod(state.step, per_epoch)
@@ -211,8 +213,8 @@ class _Fit:
         wanted = torch.channels_last if state.channels_last else torch.contiguous_format
         images = images.contiguous(memory_format=wanted)
         targets = labels
-        if run.mixup is not None:
-            images, targets = run.mixup(images, labels)
+        if run.vary is not None:
+            images, targets = run.vary(images, labels)
         stop, total = 0.0, None
         for loss_of in self.losses:
             self.optimizer.zero_grad(set_to_none=True)
@@ -226,7 +228,7 @@ class _Fit:
             self._check(value)
             self._update()
             total = value if total is None else total + value
-            if scores is not None and labels.dtype == torch.long:
+            if scores is not None and len(scores) == len(labels):
                 self.right += (scores.detach().argmax(1) == labels).sum()
                 self.seen += len(labels)
         assert total is not None

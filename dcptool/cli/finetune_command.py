@@ -1,0 +1,317 @@
+"""`dcptool finetune`: train a slim network (or any other) and keep the best of it."""
+
+from __future__ import annotations
+
+import shlex
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from dcptool import console
+from dcptool.cli.app import emit
+from dcptool.cli.options import (
+    augment_options,
+    data_options,
+    machine_options,
+    model_options,
+    output_options,
+    runs_option,
+    training_options,
+)
+from dcptool.errors import InputError, UsageError
+
+OPTIONS_FILE = "finetune.json"
+RESULT_FILE = "result.json"
+# Where results go and how much is said may change when a run is resumed.
+FREE = frozenset(("resume", "output", "runs_dir", "as_json", "quiet", "verbose", "debug"))
+
+
+@click.command("finetune")
+@click.argument("target", required=False, metavar="[ARTIFACT|MODEL]")
+@data_options
+@training_options
+@augment_options
+@click.option("--reset-head", is_flag=True, help="A fresh classifier for the classes of the data.")
+@click.option(
+    "--kd/--no-kd",
+    default=None,
+    help="Learn from the dense network too; on when its weights are there.",
+)
+@click.option("--teacher", metavar="TARGET", help="Who teaches: a model or an artifact.")
+@click.option(
+    "--teacher-checkpoint", type=click.Path(path_type=Path), metavar="FILE", help="Its weights."
+)
+@click.option("--kd-weight", type=click.FloatRange(0, 1), default=0.5, help="The teacher's share.")
+@click.option(
+    "--kd-temperature", type=click.FloatRange(0, min_open=True), default=2.0, help="Softness."
+)
+@click.option("--reestimate-norms", is_flag=True, help="Measure batch-norm statistics first.")
+@click.option("--min-top1", type=click.FloatRange(0, 100), help="Fail (exit 4) below this top-1.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the result."
+)
+@click.option("--force", is_flag=True, help="Replace a result that exists.")
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Go on with a run that was stopped, with the options it was started with.",
+)
+@machine_options
+@model_options
+@runs_option
+@output_options
+@click.pass_context
+def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int | None:
+    """Train a slim network and keep the best weights by the validation images.
+
+    Without a target the newest run is taken; without data the built-in digits are used. The
+    result is a new artifact in a run folder of its own.
+
+    \b
+        dcptool finetune --data-dir photos --epochs 20
+        dcptool finetune runs/latest --data-dir photos --lr 0.01 --max-time 2h
+        dcptool finetune --resume runs/resnet50-finetune-001
+    """
+    from dcptool.cli import launch
+
+    if options["nproc_per_node"] > 1 and not launch.is_launched():
+        return launch.through_torchrun(options["nproc_per_node"])
+    resume: Path | None = options["resume"]
+    if resume is not None:
+        options = _recorded(ctx, options, resume)
+        if (resume / RESULT_FILE).exists():
+            from dcptool import files
+
+            console.note(f"{resume} is finished already")
+            finished = files.read_json(resume / RESULT_FILE, what="the result")
+            emit("finetune", finished, _text(finished), as_json=as_json)
+            return None
+    document = _work(options, resume)
+    if document is not None:
+        emit("finetune", document, _text(document), as_json=as_json)
+    return None
+
+
+def _recorded(ctx: click.Context, options: dict[str, Any], run: Path) -> dict[str, Any]:
+    """The options a run was started with; those typed now are laid over them."""
+    from dcptool import files
+
+    if not (run / OPTIONS_FILE).is_file():
+        raise InputError(
+            f"cannot resume {run}",
+            why=f"there is no {OPTIONS_FILE} in it, so it is no fine-tune, or never began",
+            try_="start it again without --resume",
+        )
+    saved: dict[str, Any] = files.read_json(run / OPTIONS_FILE, what="the options of the run")
+    result = dict(options)
+    for group, values in _groups(options).items():
+        for key, value in values.items():
+            source = ctx.get_parameter_source(key)
+            typed = source not in (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP, None)
+            old = saved.get(key, value)
+            new = value if typed or key in FREE else _typed(value, old, key)
+            if group:
+                result[group] = {**result[group], key: new}
+            else:
+                result[key] = new
+    return result
+
+
+PATHS = frozenset(("data_dir", "images", "checkpoint", "teacher_checkpoint", "output", "runs_dir"))
+
+
+def _typed(_value: Any, old: Any, key: str) -> Any:
+    if old is None:
+        return None
+    if key in PATHS:
+        return Path(old)
+    return tuple(old) if isinstance(old, list) else old
+
+
+def _groups(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    groups: dict[str, dict[str, Any]] = {"": {}}
+    for key, value in options.items():
+        if key in ("data", "training", "augment"):
+            groups[key] = value
+        else:
+            groups[""][key] = value
+    return groups
+
+
+def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None:
+    from dcptool import files
+    from dcptool.cli import launch
+    from dcptool.network import artifact
+    from dcptool.pipeline import finetune as pipeline
+    from dcptool.pipeline import rundir
+    from dcptool.training import data as images
+    from dcptool.training import dist as processes
+    from dcptool.training.classes import check_classes, reset_head
+    from dcptool.training.device import amp_dtype, choose_device
+    from dcptool.training.settings import training_of
+
+    training = training_of(options["training"])
+    device = choose_device(options["device"], launch.local_rank())
+    target = options["target"] or str(rundir.latest(options["runs_dir"]))
+    model = {key: options[key] for key in MODEL_KEYS}
+    with ExitStack() as stack:
+        dist = stack.enter_context(launch.together(device))
+        network = artifact.open_target(target, **model)
+        spec = images.spec_of(
+            options["data"],
+            seed=options["seed"],
+            img_size=options["img_size"],
+            offline=options["offline"],
+            augment=options["augment"],
+        )
+        found = images.open_data(spec, network)
+        teacher = _teacher(options, target, network)
+        if options["reset_head"]:
+            network = reset_head(network, found, seed=options["seed"])
+        check_classes(network, found)
+        folder = dist.broadcast(_folder(options, resume, target) if dist.is_writer else None)
+        assert folder is not None
+        launch.record_in(folder)
+        if dist.is_writer:
+            stack.enter_context(files.lock_folder(folder))
+            if resume is None:
+                files.publish_json(folder / OPTIONS_FILE, _plain({**options, "target": target}))
+        console.note(f"fine-tuning {network.base} in {folder}")
+        fresh = options["reset_head"] or network.weights.startswith("random")
+        taught = None
+        if teacher is not None:
+            taught = pipeline.Distillation(teacher, options["kd_weight"], options["kd_temperature"])
+        result = pipeline.finetune(
+            network,
+            found,
+            pipeline.Job(
+                training=training,
+                device=device,
+                amp=amp_dtype(options["amp_dtype"] if options["amp"] else None, device),
+                workers=options["workers"],
+                seed=options["seed"],
+                distillation=taught,
+                fresh=fresh,
+                reestimate=options["reestimate_norms"],
+                min_top1=options["min_top1"],
+                lineage=_lineage(target, network),
+                resume_command=f"dcptool finetune --resume {shlex.quote(str(folder))}",
+            ),
+            folder,
+            dist,
+        )
+        processes.stop()
+        if not dist.is_writer:
+            return None
+        document = _document(result, target, found)
+        files.publish_json(folder / RESULT_FILE, document)
+        pipeline.clear_checkpoints(folder)
+        if folder.parent == rundir.runs_folder(options["runs_dir"]):
+            rundir.set_latest(folder)
+        return document
+
+
+MODEL_KEYS = ("pretrained", "checkpoint", "num_classes", "img_size", "seed", "offline")
+
+
+def _teacher(options: dict[str, Any], target: str, network: Any) -> Any:
+    """The dense network, where it is named or where the artifact says it can be had."""
+    if options["kd"] is False:
+        return None
+    from dcptool.network import artifact, models
+
+    where = options["teacher"]
+    checkpoint = options["teacher_checkpoint"]
+    if where is None and checkpoint is not None:
+        where = str(network.base)
+    if where is not None:
+        pretrained = checkpoint is None and not artifact.is_artifact(where)
+        found = artifact.open_target(
+            where, pretrained=pretrained, checkpoint=checkpoint, offline=options["offline"]
+        )
+        return found.module
+    if artifact.is_artifact(target):
+        dense = artifact.read(Path(target)).lineage.get("dense")
+        path = Path(str(dense.get("checkpoint"))) if isinstance(dense, dict) else None
+        if path is not None and path.is_file():
+            return models.load(str(network.base), checkpoint=path, offline=True).module
+    if options["kd"]:
+        raise UsageError(
+            "--kd needs the dense weights",
+            why=f"{target} does not say where they are",
+            try_="--teacher MODEL, or --teacher-checkpoint FILE",
+        )
+    return None
+
+
+def _folder(options: dict[str, Any], resume: Path | None, target: str) -> Path:
+    from dcptool import files
+    from dcptool.pipeline import rundir
+
+    if resume is not None:
+        return resume
+    if options["output"] is not None:
+        files.require_new(options["output"], force=options["force"])
+        files.make_folder(options["output"])
+        return Path(options["output"])
+    resolved = Path(target).resolve()
+    stem = resolved.name if resolved.is_dir() else target.replace(":", "-").replace("/", "-")
+    return rundir.new_run(options["runs_dir"], f"{stem}-finetune")
+
+
+def _lineage(target: str, network: Any) -> dict[str, Any]:
+    from dcptool import files
+    from dcptool.network import artifact
+
+    if not artifact.is_artifact(target):
+        return {"source": target, "weights": network.weights}
+    before = dict(artifact.read(Path(target)).lineage)
+    data = files.read_bytes(Path(target) / artifact.MANIFEST, what="manifest")
+    parent = {"name": Path(target).resolve().name, "manifest_sha256": files.sha256(data)}
+    return {**before, "parent": parent}
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    flat = {k: v for group in _groups(options).values() for k, v in group.items()}
+    return {key: _simple(value, key) for key, value in flat.items() if key not in FREE}
+
+
+def _simple(value: Any, key: str) -> Any:
+    if isinstance(value, Path):
+        return str(value.resolve())
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _document(result: Any, target: str, data: Any) -> dict[str, Any]:
+    before, after = result.before, result.after
+    return {
+        "artifact": str(result.artifact),
+        "target": target,
+        "data": data.source,
+        "before": {"top1": before.top1} if before else None,
+        "after": {"top1": after.top1, "top5": after.top5} if after else None,
+        "images": after.images if after else 0,
+        "epochs": round(result.fitted.epochs, 4),
+        "steps": result.fitted.steps,
+        "seconds": round(result.seconds, 3),
+        "images_per_second": round(result.fitted.images_per_second, 2),
+        "channels_last": result.fitted.channels_last,
+        "ended_by": result.fitted.ended_by,
+        "skipped": len(data.train.store.bad),
+        "gates": result.gates,
+    }
+
+
+def _text(document: dict[str, Any]) -> str:
+    text = f"{document['artifact']}: {document['epochs']:g} epochs in "
+    text += console.clock(document["seconds"])
+    if document["after"]:
+        text += (
+            f"\ntop-1 {document['before']['top1']:.2f} % -> {document['after']['top1']:.2f} %, "
+            f"top-5 {document['after']['top5']:.2f} %, {document['images']:,} images"
+        )
+    return text

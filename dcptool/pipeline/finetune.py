@@ -1,0 +1,253 @@
+"""Fine-tune a network and publish the result as a new artifact.
+
+The best weights by val win, and those it started from are among the candidates, so a
+fine-tune that does harm changes nothing. Test only reports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dcptool import console, files
+from dcptool.errors import GateFailed, UsageError
+from dcptool.network import artifact, cost
+from dcptool.network.models import Network
+from dcptool.training import checkpoint
+from dcptool.training.checkpoint import Checkpoints, digest_of
+from dcptool.training.data import Data
+from dcptool.training.dist import SINGLE, Dist
+from dcptool.training.evaluate import Accuracy, evaluate, predictor
+from dcptool.training.loader import ImageSet, loader
+from dcptool.training.loop import Fitted, Run, fit
+from dcptool.training.losses import Loss, cross_entropy, distill
+from dcptool.training.metrics import Metrics, open_trackers
+from dcptool.training.norms import reestimate_norms
+from dcptool.training.settings import Training
+
+EVALUATION_BATCH = 256
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Who teaches, and how much it counts."""
+
+    teacher: nn.Module
+    weight: float = 0.5
+    temperature: float = 2.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything about a fine-tune but the network, the data and the place."""
+
+    training: Training
+    device: str = "cpu"
+    amp: torch.dtype | None = None
+    workers: int | None = None
+    seed: int = 0
+    distillation: Distillation | None = None
+    fresh: bool = False
+    reestimate: bool = False
+    min_top1: float | None = None
+    lineage: Mapping[str, object] | None = None
+    resume_command: str = ""
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    """What came out."""
+
+    artifact: Path
+    before: Accuracy | None
+    after: Accuracy | None
+    fitted: Fitted
+    seconds: float
+    gates: list[dict[str, object]]
+
+
+def finetune(
+    network: Network, data: Data, job: Job, folder: Path, dist: Dist = SINGLE
+) -> Finetuned:
+    """Train `network` on `data` and save it in `folder`; resumes what it finds there."""
+    started = time.monotonic()
+    network.input = data.input
+    if data.labelled and data.classes:
+        network.classes = data.classes
+    module = network.module.to(job.device)
+    fingerprint = _fingerprint(network, data, job, dist)
+    dist.agree("recipe, network and data", str(sorted(fingerprint.items())))
+    classes = network.base.num_classes
+
+    def validate(model: nn.Module, stop: Callable[[], bool]) -> Accuracy:
+        return _accuracy(model, data.val, job, classes, dist, "validation", stop)
+
+    def report(title: str) -> Accuracy | None:
+        if not data.labelled:
+            return None
+        return _accuracy(module, data.report, job, classes, dist, title)
+
+    before = report("accuracy before")
+    batches = loader(
+        data.train,
+        job.training.images_per_step,
+        train=True,
+        seed=job.seed,
+        workers=job.workers,
+        dist=dist,
+        device=job.device,
+    )
+    if job.reestimate and not (folder / CHECKPOINTS).is_dir():
+        changed = reestimate_norms(module, dataclasses.replace(batches, train=False))
+        console.detail(f"{changed} batch norms estimated anew")
+    schedule = job.training.schedule(len(batches), fresh=job.fresh)
+    trackers = open_trackers(_names(job.training.report_to), folder, folder.name)
+    run = Run(
+        optimizer=job.training.optimizer,
+        device=job.device,
+        seed=job.seed,
+        amp=job.amp,
+        clip_grad=job.training.clip_grad,
+        ema_decay=job.training.model_ema_decay,
+        channels_last=job.training.channels_last,
+        norms=job.training.norms,
+        vary=job.training.vary(data.train.augment, classes),
+        validate=validate if data.labelled else None,
+        validate_first=True,
+        checkpoints=Checkpoints(folder / CHECKPOINTS, fingerprint, job.training.save_every),
+        metrics=Metrics(folder, trackers if dist.is_writer else ()),
+        log_every=job.training.log_interval,
+        max_time_s=job.training.max_time_s,
+        title="fine-tune",
+        resume_command=job.resume_command,
+    )
+    fitted = fit(module, batches, [_loss(data, job)], schedule, run, dist)
+    after = report("accuracy after")
+    module.cpu()
+    gates = _gates(job, after, data)
+    if dist.is_writer:
+        _publish(network, data, job, folder, before, after, fitted)
+    dist.barrier()
+    return Finetuned(folder, before, after, fitted, time.monotonic() - started, gates)
+
+
+def _accuracy(
+    module: nn.Module,
+    images: ImageSet,
+    job: Job,
+    num_classes: int,
+    dist: Dist,
+    title: str,
+    stop: Callable[[], bool] | None = None,
+) -> Accuracy:
+    batches = loader(images, EVALUATION_BATCH, workers=job.workers, dist=dist, device=job.device)
+    predict = predictor(module, amp=job.amp)
+    return evaluate(predict, batches, num_classes, dist=dist, title=title, stop=stop)
+
+
+def _loss(data: Data, job: Job) -> Loss:
+    # Mixup brings its own smoothing.
+    smoothing = 0.0 if job.training.mixup or job.training.cutmix else job.training.smoothing
+    if job.distillation is not None:
+        return distill(
+            job.distillation.teacher.to(job.device),
+            weight=job.distillation.weight,
+            temperature=job.distillation.temperature,
+            smoothing=smoothing,
+            labelled=data.labelled,
+        )
+    if not data.labelled:
+        raise UsageError(
+            "images without labels need a teacher",
+            try_="--teacher with the dense network, or --data-dir with class folders",
+        )
+    return cross_entropy(smoothing)
+
+
+def _fingerprint(network: Network, data: Data, job: Job, dist: Dist) -> dict[str, str]:
+    taught = job.distillation
+    return {
+        **{f"training.{key}": value for key, value in job.training.fingerprint().items()},
+        "model": f"{network.base} {digest_of(network.module.state_dict())}",
+        "teacher": "none"
+        if taught is None
+        else f"{digest_of(taught.teacher.state_dict())} {taught.weight} {taught.temperature}",
+        "data": f"{data.source} {data.digest[:16]}",
+        "data.split": f"{len(data.train)} / {len(data.val)}",
+        "input": str(data.input),
+        "augment": str(data.train.augment),
+        "amp": str(job.amp),
+        "seed": str(job.seed),
+        "processes": str(dist.world),
+    }
+
+
+def _gates(job: Job, after: Accuracy | None, data: Data) -> list[dict[str, object]]:
+    if job.min_top1 is None or after is None:
+        return []
+    ok = after.top1 >= job.min_top1
+    if not ok:
+        raise GateFailed(
+            f"top-1 is {after.top1:.2f} %, below {job.min_top1:g} %",
+            why=f"after the fine-tune, on {after.images} {data.report.name} images",
+            try_="more --epochs, or a smaller rate in prune",
+        )
+    return [{"name": "top1", "limit": job.min_top1, "value": after.top1, "ok": ok}]
+
+
+def _publish(
+    network: Network,
+    data: Data,
+    job: Job,
+    folder: Path,
+    before: Accuracy | None,
+    after: Accuracy | None,
+    fitted: Fitted,
+) -> None:
+    counted = cost.count(network.module, network.input.size)
+    lineage = {
+        **(job.lineage or {}),
+        "finetune": {
+            "data": data.source,
+            "epochs": round(fitted.epochs, 4),
+            "steps": fitted.steps,
+            "channels_last": fitted.channels_last,
+            "distilled": job.distillation is not None,
+            "ended_by": fitted.ended_by,
+            "threads": torch.get_num_threads(),
+        },
+    }
+    metrics: dict[str, object] = {"images": data.report.name, "source": data.source}
+    if before is not None and after is not None:
+        metrics |= {"top1": after.top1, "top5": after.top5, "top1_before": before.top1}
+    artifact.save(
+        network,
+        folder,
+        cost={"params": counted.params, "macs": counted.macs},
+        metrics=metrics,
+        lineage=lineage,
+    )
+
+
+def clear_checkpoints(folder: Path) -> None:
+    """Remove the states of a run that is through; only files of ours."""
+    place = folder / CHECKPOINTS
+    for _, _, path in checkpoint.generations(place):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as err:
+            raise files.storage_fault(err, path) from err
+    with suppress(OSError):
+        place.rmdir()
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
