@@ -32,6 +32,11 @@ _MALFORMED = (
     pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError,
     AttributeError, OverflowError, RecursionError, struct.error,
 )  # fmt: skip
+# All that Python's zip reader may raise over damaged bytes.
+_BAD_ZIP = (
+    zipfile.BadZipFile, ValueError, OSError, EOFError, KeyError, RuntimeError, OverflowError,
+    struct.error,
+)  # fmt: skip
 # Ways to make objects or to allocate memory that torch.save never uses.
 _FORBIDDEN = (
     pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID,
@@ -252,7 +257,7 @@ def inspect_zip(stream: IO[bytes], size: int, *, whole: bool) -> None:
     _directory(stream, size)
     try:
         archive = zipfile.ZipFile(stream)
-    except (zipfile.BadZipFile, ValueError, OSError, struct.error) as err:
+    except _BAD_ZIP as err:
         raise Refused(f"it is a damaged zip archive: {err}") from err
     with archive:
         entries = archive.infolist()
@@ -273,7 +278,7 @@ def inspect_zip(stream: IO[bytes], size: int, *, whole: bool) -> None:
             sizes = {entry.filename: entry.file_size for entry in entries}
             _compare(walk.storages, sizes, root)
             damaged = archive.testzip() if whole else None
-        except (zipfile.BadZipFile, NotImplementedError, OSError) as err:
+        except _BAD_ZIP as err:
             raise Refused(f"it is damaged: {err}") from err
     if damaged:
         raise Refused(f"it is damaged: the checksum of {damaged!r} differs")

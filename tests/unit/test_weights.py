@@ -9,9 +9,12 @@ import tarfile
 import time
 import zipfile
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import save_file
 
@@ -323,3 +326,35 @@ def test_the_walk_calls_nothing_of_the_file() -> None:
     for act in acts:
         assert act is OrderedDict or act.__module__ == "dcptool.torchfile"
     assert "dcptool.weights" in sys.modules
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("form", ["safetensors", "zip", "legacy"])
+def test_random_damage_is_refused_or_read(form: str) -> None:
+    random = Random(0)
+    content = io.BytesIO(safetensors.torch.save(STATE))
+    if form != "safetensors":
+        content = io.BytesIO()
+        torch.save({"model": STATE}, content, _use_new_zipfile_serialization=form == "zip")
+    end, count = time.monotonic() + 20, 0
+    while time.monotonic() < end:
+        data = bytearray(content.getvalue())
+        for _ in range(random.randint(1, 6)):
+            place = random.randrange(len(data))
+            choice = random.random()
+            if choice < 0.6:
+                data[place] = random.randrange(256)
+            elif choice < 0.7:
+                del data[place : place + random.randint(1, min(30, len(data) - 1))]
+            elif choice < 0.8:
+                data[place:place] = random.randbytes(random.randint(1, 9))
+            else:
+                data[place : place + 4] = random.choice(
+                    [b"\xff\xff\xff\x7f", b"\xff" * 4, bytes(4)]
+                )
+        with suppress(InputError):
+            weights.parse(
+                bytes(data), Path("model.safetensors" if form == "safetensors" else "m.pt")
+            )
+        count += 1
+    assert count > 100
