@@ -5,25 +5,39 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shlex
 import signal
 import sys
-import traceback
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 import click
 
 from dcptool import __version__, console
+from dcptool.cli import faults, streams
 from dcptool.errors import DcptoolError, EnvironmentFault, Interrupted, UsageError
 
-COMMANDS = (
-    "analyze",
-    "prune",
-    "finetune",
-    "evaluate",
-    "export",
-    "bench",
-    "env",
+COMMANDS = tuple(
+    name
+    for name in (
+        "analyze",
+        "prune",
+        "finetune",
+        "evaluate",
+        "export",
+        "bench",
+        "env",
+        "completion",
+    )
+    if (Path(__file__).parent / f"{name}_command.py").exists()
 )
+# Their product is a file; what they print about it may get lost.
+MAKE_FILES = frozenset(("prune", "finetune", "export"))
+COMPLETE = "_DCPTOOL_COMPLETE"
+
+_printed = {"document": False}
 
 
 class LazyGroup(click.Group):
@@ -34,7 +48,7 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Import `dcptool.cli.NAME` and take the command of that name."""
+        """Import `dcptool.cli.NAME_command` and take its command."""
         if name not in COMMANDS:
             return None
         module = importlib.import_module(f"dcptool.cli.{name}_command")
@@ -45,21 +59,25 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command, or suggest one that is spelled nearly so."""
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+        if args and args[0] not in COMMANDS and not ctx.resilient_parsing:
             import difflib
 
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)
             raise UsageError(
                 f"there is no command {args[0]!r}",
                 why="the commands are " + ", ".join(COMMANDS),
-                try_=f"dcptool {near[0]} --help" if near else "dcptool --help",
+                try_=shlex.join(["dcptool", near[0], *args[1:]]) if near else "dcptool --help",
             )
         return super().resolve_command(ctx, args)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="dcptool %(version)s")
-def group() -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="Say nothing but results and warnings.")
+@click.option("-v", "--verbose", is_flag=True, help="Say more.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def group(as_json: bool, quiet: bool, verbose: bool, debug: bool) -> None:
     """Give it a trained CNN and get back a smaller, faster, deployable one.
 
     \b
@@ -67,81 +85,109 @@ def group() -> None:
         dcptool export --onnx
         dcptool bench
 
-    Results go to stdout, everything else to stderr; --json prints one JSON document.
+    Results go to stdout, everything else to stderr. The options below may also stand after
+    the command.
     """
 
 
-def main(arguments: list[str] | None = None) -> None:
+class _Stopped(KeyboardInterrupt):
+    """Another signal that asks to stop, made to pass wherever Ctrl-C passes."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    raise _Stopped(number)
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    code = run(arguments)
-    try:
-        sys.stdout.flush()
-    except OSError:
-        # The reader went away; what was to be said is said.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = code or 5
+    streams.mend()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # A signal that is ignored, as under nohup, stays so.
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, _stop)
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    streams.close()
     sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
     """Run one command and translate whatever ends it."""
+    _printed["document"] = False
+    instruction = os.environ.get(COMPLETE)
     try:
-        result = group.main(arguments, prog_name="dcptool", standalone_mode=False)
+        if instruction:
+            from click.shell_completion import shell_complete
+
+            return shell_complete(group, {}, "dcptool", COMPLETE, instruction)
+        with group.make_context("dcptool", list(arguments)) as context:
+            result = group.invoke(context)
     except click.exceptions.Exit as err:
         return err.exit_code
-    except click.UsageError as err:
-        where = err.ctx.command_path if err.ctx else "dcptool"
-        return _report(UsageError(err.format_message(), try_=f"{where} --help"), arguments)
+    except click.exceptions.NoArgsIsHelpError as err:
+        sys.stderr.write(err.format_message() + "\n")
+        return UsageError.code
     except click.ClickException as err:
-        return _report(UsageError(err.format_message(), try_="dcptool --help"), arguments)
-    except (KeyboardInterrupt, click.Abort):
-        return _report(Interrupted(signal.SIGINT), arguments)
+        return _report(faults.of_usage(err, arguments), arguments)
+    except KeyboardInterrupt as err:
+        number = err.number if isinstance(err, _Stopped) else signal.SIGINT
+        return _report(Interrupted(number), arguments)
     except DcptoolError as err:
         return _report(err, arguments)
-    except BrokenPipeError:
-        return _report(EnvironmentFault("the reader of the output went away"), arguments)
-    except MemoryError:
-        return _report(_out_of_memory(), arguments)
     except Exception as err:
-        if "not enough memory" in str(err) or "out of memory" in str(err):
-            return _report(_out_of_memory(), arguments)
-        return _report(_our_bug(err), arguments)
+        return _report(faults.of_anything(err), arguments)
     return result if isinstance(result, int) else 0
 
 
 def _report(err: DcptoolError, arguments: list[str]) -> int:
-    if "--debug" in arguments:
-        traceback.print_exc()
-    if "--json" in arguments:
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if "--debug" in options:
+        import traceback
+
+        with suppress(OSError):
+            traceback.print_exc()
+    if "--json" in options and not _printed["document"]:
         document = {"dcptool": __version__, "error": err.document()}
-        sys.stdout.write(json.dumps(document, indent=2) + "\n")
-    sys.stderr.write(err.lines() + "\n")
+        with suppress(OSError):
+            streams.print_result(json.dumps(document, indent=2))
+    with suppress(OSError):
+        sys.stderr.write(err.lines() + "\n")
+        sys.stderr.flush()
     return err.code
 
 
-def _out_of_memory() -> EnvironmentFault:
-    return EnvironmentFault(
-        "out of memory",
-        why="the machine or a limit set for this process has no more",
-        try_="the same command with a smaller --batch-size or fewer --samples",
-    )
+def emit(
+    command: str,
+    document: dict[str, object],
+    text: str,
+    *,
+    as_json: bool,
+    failure: DcptoolError | None = None,
+) -> None:
+    """Print the result of a command: one JSON document, or text for people.
 
-
-def _our_bug(err: Exception) -> DcptoolError:
-    last = traceback.extract_tb(err.__traceback__)[-1]
-    place = f"{Path(last.filename).name}:{last.lineno}"
-    return DcptoolError(
-        f"internal error: {type(err).__name__}: {str(err).splitlines()[0] if str(err) else ''}",
-        why=f"raised at {place}; this is a fault of dcptool, please report it",
-        try_="the same command with --debug, which shows the whole traceback",
-    )
-
-
-def emit(command: str, document: dict[str, object], text: str, *, as_json: bool) -> None:
-    """Print the result of a command: one JSON document, or text for people."""
+    A result outside its limits comes with its `failure`, which is raised after it is printed.
+    """
     if as_json:
         whole = {"dcptool": __version__, "command": command, **document}
+        if failure is not None:
+            whole["error"] = failure.document()
         text = json.dumps(whole, indent=2, allow_nan=False)
-    sys.stdout.write(text + "\n")
+        _printed["document"] = True
+    try:
+        streams.print_result(text)
+    except OSError as err:
+        lost = EnvironmentFault(
+            "cannot write the result to stdout",
+            why=os.strerror(err.errno) if err.errno else str(err),
+            try_="the same command with stdout open",
+        )
+        if as_json or command not in MAKE_FILES:
+            raise failure or lost from err
+        console.warn(f"{lost.message}: {lost.why}; the files are written")
+    if failure is not None:
+        raise failure
     console.detail(f"{command} done")

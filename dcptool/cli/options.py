@@ -25,7 +25,7 @@ def stack(*decorators: Callable[[Any], Any]) -> Callable[[Function], Function]:
     return apply
 
 
-def output_options(function: Function) -> Function:
+def reporting_options(function: Function) -> Function:
     """`--json -q -v --debug`; passes `as_json` on and sets up the console."""
 
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
@@ -33,11 +33,29 @@ def output_options(function: Function) -> Function:
     @click.option("-v", "--verbose", is_flag=True, help="Say more.")
     @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
     @functools.wraps(function)
-    def wrapper(*args: Any, quiet: bool, verbose: bool, debug: bool, **kwargs: Any) -> Any:
-        console.configure(quiet=quiet, verbose=verbose)
-        return function(*args, **kwargs)
+    def wrapper(*args: Any, as_json: bool, quiet: bool, verbose: bool, **kwargs: Any) -> Any:
+        kwargs.pop("debug")
+        # The same options may stand before the command.
+        before = click.get_current_context().find_root().params
+        console.configure(
+            quiet=quiet or bool(before.get("quiet")), verbose=verbose or bool(before.get("verbose"))
+        )
+        return function(*args, as_json=as_json or bool(before.get("as_json")), **kwargs)
 
     return wrapper  # type: ignore[return-value]
+
+
+def output_options(function: Function) -> Function:
+    """The reporting options of a command that works with the dependencies, which it checks."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        from dcptool.cli import requirements
+
+        requirements.check()
+        return function(*args, **kwargs)
+
+    return reporting_options(wrapper)  # type: ignore[return-value]
 
 
 model_options = stack(
