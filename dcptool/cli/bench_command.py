@@ -70,6 +70,12 @@ from dcptool.errors import GateFailed, UsageError
 @click.option(
     "--denormal-as-zero", is_flag=True, help="Let onnxruntime treat subnormal numbers as zero."
 )
+@click.option(
+    "--profile", "with_profile", is_flag=True, help="Add the time by layer, models side by side."
+)
+@click.option(
+    "--torch", "with_torch", is_flag=True, help="Add forward and backward time in PyTorch."
+)
 @click.option("--csv", "as_csv", is_flag=True, help="Print the rows as CSV.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print the tables as Markdown.")
 @click.option(
@@ -92,6 +98,8 @@ def command(
     min_speedup: float | None,
     onnx_memory: float,
     denormal_as_zero: bool,
+    with_profile: bool,
+    with_torch: bool,
     as_csv: bool,
     as_markdown: bool,
     runs_dir: Path | None,
@@ -110,7 +118,7 @@ def command(
     """
     if as_json + as_csv + as_markdown > 1:
         raise UsageError("--json, --csv and --markdown exclude each other")
-    from dcptool.deploy import bench, bench_table, bench_targets, machine, session
+    from dcptool.deploy import bench, bench_table, bench_targets, machine, profile, session
 
     settings = bench.Settings(
         providers=tuple(session.choose(providers)),
@@ -132,10 +140,15 @@ def command(
         noise = machine.disturbance()
         if noise:
             console.warn(noise)
-        facts = machine.facts()
-        report = bench.bench(entries, settings, baseline=reference)
-    document: dict[str, Any] = {**report.document(), "machine": facts}
-    document["denormal_as_zero"] = denormal_as_zero
+        document: dict[str, Any] = {
+            "machine": machine.facts(),
+            "denormal_as_zero": denormal_as_zero,
+        }
+        if with_torch:
+            document["torch"] = _torch_rows(bench.distinct(entries), settings)
+        document |= bench.bench(entries, settings, baseline=reference).document()
+        if with_profile:
+            document["profile"] = profile.document(bench.profiles(entries, settings))
     failure = _gate(document, min_speedup)
     if failure:
         document["error"] = failure.document()
@@ -147,6 +160,32 @@ def command(
         sys.stderr.write(failure.lines() + "\n")
         return failure.code
     return 0
+
+
+def _torch_rows(entries: Any, settings: Any) -> list[dict[str, object]]:
+    without = [entry.model for entry in entries if entry.network is None]
+    if without:
+        raise UsageError(
+            f"--torch needs an artifact or a model name, and {without[0]} is a file",
+            try_="dcptool bench runs/latest --torch",
+        )
+    from dcptool.deploy import torch_time
+    from dcptool.deploy.session import cores
+
+    networks = {entry.model: entry.network() for entry in entries}
+    return [
+        row.document()
+        for threads in settings.threads or (cores(),)
+        for batch_size in settings.batch_sizes
+        for row in torch_time.measure(
+            networks,
+            batch_size=batch_size,
+            threads=threads,
+            warmup=settings.warmup,
+            duration_s=settings.duration_s,
+            seed=settings.seed,
+        )
+    ]
 
 
 def _gate(document: dict[str, Any], limit: float | None) -> GateFailed | None:

@@ -138,7 +138,7 @@ def command(
     from dcptool.pipeline import rundir
 
     target = target or str(rundir.latest(runs_dir))
-    artifact = targets.is_artifact(target)
+    artifact = Path(target).is_dir()
     path = _output(target, onnx_file, artifact)
     network = targets.open_network(target, **model)
     document: dict[str, Any] = {}

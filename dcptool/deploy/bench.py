@@ -7,28 +7,33 @@ says so when there is no measurable difference. Imports no torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dcptool import console
-from dcptool.deploy import guard, onnx_scan, timing
+from dcptool.deploy import guard, onnx_scan, profile, timing
 from dcptool.deploy.onnx_graph import metadata
 from dcptool.deploy.parity import Array
 from dcptool.deploy.session import cores, feed_of, open_session
-from dcptool.errors import UsageError
 
 SESSIONS = 5
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One file to be timed, under the name it gets in the tables."""
+    """One file to be timed, under the name it gets in the tables.
+
+    `network` loads the torch network behind it, where there is one.
+    """
 
     model: str
     path: Path
+    network: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ def distinct(entries: Sequence[Entry]) -> list[Entry]:
         seen[entry.model] = seen.get(entry.model, 0) + 1
         number = seen[entry.model]
         name = entry.model if number == 1 else f"{entry.model} #{number}"
-        result.append(Entry(name, entry.path))
+        result.append(replace(entry, model=name))
     return result
 
 
@@ -160,8 +165,6 @@ def bench(entries: Sequence[Entry], settings: Settings, *, baseline: int | None 
 
 def image_size(scanned: onnx_scan.Scanned, settings: Settings) -> int | None:
     """Height and width for inputs that leave them free."""
-    import json
-
     if settings.size:
         return settings.size
     try:
@@ -283,16 +286,16 @@ def _speedup(
     )
 
 
-def check_settings(settings: Settings) -> None:
-    """All that is wrong with the settings, at once."""
-    faults = []
-    if any(size < 1 for size in settings.batch_sizes):
-        faults.append("--batch-size must be 1 or more")
-    if any(count < 1 for count in settings.threads):
-        faults.append("--threads must be 1 or more")
-    if settings.duration_s <= 0:
-        faults.append("--duration must be above 0")
-    if settings.iterations is not None and settings.iterations < 1:
-        faults.append("--iterations must be 1 or more")
-    if faults:
-        raise UsageError("; ".join(faults))
+def profiles(entries: Sequence[Entry], settings: Settings) -> dict[str, profile.Profile]:
+    """Time by layer of each entry, under the first condition."""
+    found = {}
+    for entry in distinct(entries):
+        scanned = onnx_scan.scan(entry.path)
+        found[entry.model] = profile.profile(
+            scanned,
+            provider=settings.providers[0],
+            batch_size=settings.batch_sizes[0],
+            threads=(settings.threads or (cores(),))[0],
+            size=image_size(scanned, settings),
+        )
+    return found

@@ -20,6 +20,10 @@ def text(document: Mapping[str, Any], *, style: str = "plain") -> str:
     parts = [_rows(document["rows"], style)]
     if document["speedup"]:
         parts.append(_speedups(document["speedup"], style))
+    if document.get("torch"):
+        parts.append(_torch(document["torch"], style))
+    if document.get("profile"):
+        parts.append(_profile(document["profile"], style))
     machine = document["machine"]
     parts.append(
         f"{machine['cpu']}, {machine['cores']} cores, onnxruntime {machine['onnxruntime']}, "
@@ -76,6 +80,37 @@ def _speedups(entries: Sequence[Mapping[str, Any]], style: str) -> str:
         for entry in entries
     ]
     return _table(headers, cells, "<<>><>>>><", style)
+
+
+def _torch(rows: Sequence[Mapping[str, Any]], style: str) -> str:
+    headers = ["model", "batch", "threads", "torch forward ms", "backward ms"]
+    cells = [
+        (
+            row["model"],
+            str(row["batch_size"]),
+            str(row["threads"]),
+            f"{row['forward_ms']:.2f}",
+            f"{row['backward_ms']:.2f}",
+        )
+        for row in rows
+    ]
+    return _table(headers, cells, "<>>>>", style)
+
+
+def _profile(rows: Sequence[Mapping[str, Any]], style: str) -> str:
+    models = list(rows[0]["ms"])
+    headers = ["layer", "kind", *(f"{model} ms" for model in models)]
+    cells = [
+        (
+            row["layer"],
+            row["kind"],
+            *("-" if row["ms"][model] is None else f"{row['ms'][model]:.3f}" for model in models),
+        )
+        for row in rows
+    ]
+    totals = [sum(row["ms"][model] or 0.0 for row in rows) for model in models]
+    cells.append(("total", "", *(f"{total:.3f}" for total in totals)))
+    return _table(headers, cells, "<<" + ">" * len(models), style)
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def is_artifact(target: str) -> bool:
 def _entry(target: str, model: Mapping[str, Any], scratch: Path) -> Entry:
     path = Path(target)
     if is_artifact(target):
-        return Entry("slim", _newest_export(path))
+        return Entry("slim", _newest_export(path), partial(_load, target))
     if path.is_dir():
         raise InputError(
             f"{path} is not an artifact",
@@ -72,7 +73,7 @@ def _entry(target: str, model: Mapping[str, Any], scratch: Path) -> Entry:
     network = targets.open_network(target, **model)
     name = f"{len(list(scratch.iterdir()))}.onnx"
     console.note(f"exporting {network.base} for the purpose")
-    return Entry(target, export.export(network, scratch / name).file)
+    return Entry(target, export.export(network, scratch / name).file, lambda: network)
 
 
 def _newest_export(folder: Path) -> Path:
@@ -92,11 +93,22 @@ def dense_entry(folder: Path) -> Entry:
     """The dense network behind an artifact, exported once into its folder."""
     path = folder / DENSE_FILE
     if not path.exists():
-        from dcptool.deploy import export, targets
+        from dcptool.deploy import export
 
         console.note(
             f"exporting the dense network to {path} with random weights: same graph, same speed"
         )
-        network = targets.dense_of(targets.open_network(str(folder)))
-        export.export(network, path, labels=False)
-    return Entry(DENSE, path)
+        export.export(_dense(str(folder)), path, labels=False)
+    return Entry(DENSE, path, partial(_dense, str(folder)))
+
+
+def _load(target: str) -> Any:
+    from dcptool.deploy import targets
+
+    return targets.open_network(target)
+
+
+def _dense(target: str) -> Any:
+    from dcptool.deploy import targets
+
+    return targets.dense_of(targets.open_network(target))

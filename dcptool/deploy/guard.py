@@ -17,7 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dcptool.errors import EnvironmentFault, InputError
+import onnx
+
+from dcptool.deploy import onnx_cost, onnx_scan
+from dcptool.deploy.session import feed_of, open_session
+from dcptool.errors import DcptoolError, EnvironmentFault, InputError
 
 TIME_LIMIT_S = 180.0
 MEMORY_DEFAULT = 4 << 30
@@ -53,7 +57,7 @@ def visit(
     }
     try:
         child = subprocess.run(
-            [sys.executable, "-m", "dcptool.deploy.guard"],
+            _command(),
             input=json.dumps(request).encode(),
             capture_output=True,
             timeout=time_limit_s,
@@ -86,13 +90,23 @@ def visit(
     return Visit(answer["macs"], answer["params"], answer["peak_bytes"])
 
 
+def _command() -> list[str]:
+    return [sys.executable, "-m", "dcptool.deploy.guard"]
+
+
+def check_whole(scanned: onnx_scan.Scanned) -> None:
+    """Run onnx's checker; to be called where a crash does no harm."""
+    try:
+        # By name, so that it finds external data; the scan has looked at every link on the way.
+        onnx.checker.check_model(
+            str(scanned.path.resolve()) if scanned.folder else scanned.proto.SerializeToString()
+        )
+    except (onnx.checker.ValidationError, ValueError) as err:
+        lines = str(err).strip().splitlines() or [type(err).__name__]
+        raise InputError(f"refused {scanned.path}", why=f"invalid graph: {lines[0][:300]}") from err
+
+
 def _serve(request: dict[str, object]) -> dict[str, object]:
-    import onnx
-
-    from dcptool.deploy import onnx_cost, onnx_scan
-    from dcptool.deploy.session import feed_of, open_session
-    from dcptool.errors import DcptoolError
-
     path = Path(str(request["path"]))
     limit = int(str(request["memory_bytes"]))
     size = None if request["size"] is None else int(str(request["size"]))
@@ -100,11 +114,7 @@ def _serve(request: dict[str, object]) -> dict[str, object]:
         scanned = onnx_scan.scan(path)
         limit += MEMORY_PER_FILE_BYTE * scanned.bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        try:
-            onnx.checker.check_model(scanned.proto)
-        except onnx.checker.ValidationError as err:
-            why = str(err).strip().splitlines()[0][:300]
-            raise InputError(f"refused {path}", why=f"invalid graph: {why}") from err
+        check_whole(scanned)
         macs = onnx_cost.macs(scanned.proto, size=size)
         params = onnx_cost.params(scanned.proto)
         data, folder = scanned.data, scanned.folder

@@ -24,10 +24,14 @@ AGREEMENT_BATCHES = 8
 
 @dataclass(frozen=True)
 class Images:
-    """Normalised float batches to calibrate with, and how to measure top-1 where labels exist."""
+    """Normalised float batches to calibrate with, and how to measure top-1 where labels exist.
+
+    `top1` reports; `choice_top1` is what layers are chosen by, on images of its own.
+    """
 
     batches: Sequence[Array]
     top1: Callable[[Function], float] | None = None
+    choice_top1: Callable[[Function], float] | None = None
     source: str = ""
 
 
@@ -84,9 +88,12 @@ def apply(
         if settings.max_accuracy_drop is not None:
             limit = settings.max_accuracy_drop
 
+        measure = images.choice_top1
+        choice_before = None if measure is None else measure(before)
+
         def drop(model: onnx.ModelProto) -> float:
-            if images.top1 is not None and top1_before is not None:
-                return top1_before - images.top1(predictor(model))
+            if measure is not None and choice_before is not None:
+                return choice_before - measure(predictor(model))
             return 100.0 - _agreement(before, predictor(model), images.batches)
 
         result, skipped = quantize.quantize_auto(ranges, images.batches[0], drop, limit)

@@ -200,7 +200,31 @@ def to_half(proto: onnx.ModelProto) -> onnx.ModelProto:
         # It warns for each weight below the smallest half; parity judges the sum of it.
         warnings.simplefilter("ignore")
         half: onnx.ModelProto = convert_float_to_float16(proto, keep_io_types=True)
+    sort_nodes(half)
     return half
+
+
+def sort_nodes(proto: onnx.ModelProto) -> None:
+    """Put every node behind those it reads from, as the format demands; converters append."""
+    graph = proto.graph
+    waiting = list(graph.node)
+    made = {out for node in waiting for out in node.output}
+    known: set[str] = set()
+    ordered: list[onnx.NodeProto] = []
+    while waiting:
+        later = []
+        for node in waiting:
+            if all(name in known or name not in made for name in node.input):
+                ordered.append(node)
+                known.update(node.output)
+            else:
+                later.append(node)
+        if len(later) == len(waiting):
+            raise ValueError(f"the graph has a cycle through {waiting[0].name!r}")
+        waiting = later
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in ordered]
+    del graph.node[:]
+    graph.node.extend(copies)
 
 
 def describe(proto: onnx.ModelProto, version: str, facts: Mapping[str, object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -31,19 +32,23 @@ def parity_batches(data: Data, seed: int = 0) -> list[Array]:
 
 
 def calibration_images(data: Data, network: Network, count: int, seed: int = 0) -> Images:
-    """Training images to calibrate with; accuracy on val, which is not test."""
+    """Training images to calibrate with; accuracy on test, or on val where there is no test."""
     batches = _arrays(training_data.samples(data, count, seed))
-    top1 = None
-    if data.labelled and len(data.classes) == network.base.num_classes:
-        held = Batches(data.val, ACCURACY_BATCH)
+    if not data.labelled or len(data.classes) != network.base.num_classes:
+        return Images(batches, source=data.source)
+    return Images(batches, _top1(data.report, network), _top1(data.val, network), data.source)
 
-        def top1(predict: Function) -> float:
-            def scores(images: torch.Tensor) -> torch.Tensor:
-                return torch.from_numpy(predict(images.numpy()))
 
-            return evaluate(scores, held, network.base.num_classes, title="accuracy").top1
+def _top1(images: ImageSet, network: Network) -> Callable[[Function], float]:
+    batches = Batches(images, ACCURACY_BATCH)
 
-    return Images(batches, top1, data.source)
+    def measure(predict: Function) -> float:
+        def scores(images: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(predict(images.numpy()))
+
+        return evaluate(scores, batches, network.base.num_classes, title="accuracy").top1
+
+    return measure
 
 
 def _arrays(images: ImageSet) -> list[Array]:

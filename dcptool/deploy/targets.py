@@ -9,37 +9,38 @@ from pathlib import Path
 from typing import Any
 
 from dcptool import files
-from dcptool.network import models
+from dcptool.errors import UsageError
+from dcptool.network import artifact, models
 from dcptool.network.models import Network
 
-MANIFEST = "manifest.json"
-DENSE_FILE = "dense.onnx"
 EXPORT_FILE = "model.onnx"
-
-
-def is_artifact(target: str) -> bool:
-    """Whether `target` is a folder with a manifest."""
-    return (Path(target) / MANIFEST).is_file()
 
 
 def open_network(target: str, **model_options: Any) -> Network:
     """The network of an artifact folder or of a model name."""
-    return models.load(target, **model_options)
+    if Path(target).is_file():
+        raise UsageError(
+            f"{target} is a file, not a model or an artifact",
+            try_="dcptool export MODEL --checkpoint FILE for a file of weights",
+        )
+    return artifact.open_target(target, **model_options)
 
 
 def facts_of(folder: Path) -> dict[str, object]:
     """Rate, accuracy and hash of an artifact, for the metadata of its exported file."""
-    data = files.read_bytes(folder / MANIFEST, what="manifest", limit=files.MANIFEST_LIMIT)
-    manifest = files.read_json(folder / MANIFEST, what="manifest")
-    metrics = manifest.get("metrics")
-    metrics = metrics if isinstance(metrics, dict) else {}
-    lineage = manifest.get("lineage")
+    path = folder / artifact.MANIFEST
+    data = files.read_bytes(path, what="manifest", limit=files.MANIFEST_LIMIT)
+    manifest = artifact.read(folder)
     found: dict[str, object] = {"artifact_sha256": files.sha256(data)}
-    for key, sources in {"rate": (lineage, metrics), "top1": (metrics,)}.items():
-        for source in sources:
-            for entry in source if isinstance(source, list) else [source]:
-                if isinstance(entry, dict) and isinstance(entry.get(key), int | float):
-                    found[key] = entry[key]
+    for key in ("method", "rate", "epsilon", "target"):
+        if isinstance(value := manifest.lineage.get(key), str | int | float):
+            found[key] = value
+    for key in ("top1", "top5"):
+        if isinstance(value := manifest.metrics.get(key), int | float):
+            found[key] = value
+    for key in ("macs", "params", "dense_macs", "dense_params"):
+        if key in manifest.cost:
+            found[key] = manifest.cost[key]
     return found
 
 

@@ -19,6 +19,7 @@ Times = npt.NDArray[np.float64]
 BLOCK_S = 0.05
 ROUNDS_MIN, ROUNDS_MAX = 12, 200
 RESAMPLES = 2000
+CHUNK = 1 << 21
 CONFIDENCE = 0.95
 
 
@@ -67,7 +68,8 @@ def plan(
     if iterations is not None:
         rounds = min(max(iterations // 4, 1), ROUNDS_MAX)
         return Schedule(rounds, dict.fromkeys(runners, -(-iterations // rounds)))
-    calls = {name: max(1, min(50, round(BLOCK_S / spent))) for name, spent in once.items()}
+    block_s = min(BLOCK_S, duration_s / ROUNDS_MIN)
+    calls = {name: max(1, min(50, round(block_s / spent))) for name, spent in once.items()}
     longest = max(once[name] * (calls[name] + 1) for name in runners)
     rounds = int(min(max(duration_s / longest, ROUNDS_MIN), ROUNDS_MAX))
     # Long budgets on fast networks lengthen the blocks once there are enough of them.
@@ -118,17 +120,18 @@ def compare(
     The interval comes from drawing sessions, and rounds within them, again: calls of one
     block share its fate, and two sessions of one model may differ by where their memory lies.
     """
-    base = np.concatenate([times.ravel() for times in baseline])
-    rest = np.concatenate([times.ravel() for times in other])
-    draws = np.empty(RESAMPLES)
-    for k in range(RESAMPLES):
-        picked_base, picked_rest = [], []
-        for session in generator.integers(0, len(baseline), len(baseline)):
-            first, second = baseline[session], other[session]
-            rounds = generator.integers(0, len(first), len(first))
-            picked_base.append(first[rounds].ravel())
-            picked_rest.append(second[rounds].ravel())
-        draws[k] = np.median(np.concatenate(picked_base)) / np.median(np.concatenate(picked_rest))
+    base, rest = np.stack(baseline), np.stack(other)
+    sessions, rounds = base.shape[:2]
+    draws: list[Times] = []
+    at_once = max(1, CHUNK // max(base.size, rest.size))
+    for start in range(0, RESAMPLES, at_once):
+        count = min(at_once, RESAMPLES - start)
+        session = generator.integers(0, sessions, (count, sessions, 1))
+        round_ = generator.integers(0, rounds, (count, sessions, rounds))
+        medians = [
+            np.median(times[session, round_].reshape(count, -1), axis=1) for times in (base, rest)
+        ]
+        draws.append(medians[0] / medians[1])
     tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = (float(q) for q in np.percentile(draws, (tail, 100 - tail)))
+    low, high = (float(q) for q in np.percentile(np.concatenate(draws), (tail, 100 - tail)))
     return Ratio(float(np.median(base) / np.median(rest)), low, high)
