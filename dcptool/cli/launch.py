@@ -6,18 +6,19 @@ the command that started them gives that back as its own.
 
 from __future__ import annotations
 
-import json
+import logging
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from dcptool import console, files
-from dcptool.errors import DcptoolError, EnvironmentFault, InputError, Interrupted
+from dcptool.errors import DcptoolError, EnvironmentFault, Interrupted
 
 if TYPE_CHECKING:
     from dcptool.training.dist import Dist
@@ -51,32 +52,38 @@ def together(device: str) -> Iterator[Dist]:
     rank = int(os.environ.get("RANK", "0"))
     if is_launched() and rank:
         console.configure(quiet=True)
-    code, reason, fault = 0, "done", None
     try:
         yield processes.start(device)
     except DcptoolError as err:
-        code, reason, fault = err.code, err.message, err
+        if not is_launched():
+            raise
+        _write_status(rank, err.code, err.message, err)
+        if rank and STATUS_FOLDER not in os.environ and err.code < 128:
+            sys.stderr.write(f"rank {rank}: {err.lines()}\n")
+        if rank or STATUS_FOLDER in os.environ:
+            # Said once, by rank 0 or by the command that started all of them.
+            raise click.exceptions.Exit(err.code) from err
         raise
-    except BaseException as err:
-        code, reason = 1, f"{type(err).__name__}: {err}"
-        raise
-    finally:
+    except Exception as err:
         if is_launched():
-            told = os.environ.get(STATUS_FOLDER)
-            for place in [*_folders, *([Path(told)] if told else [])]:
-                write_status(place, rank, code, reason, fault)
-            _folders.clear()
+            _write_status(rank, 1, f"{type(err).__name__}: {err}")
+        raise
+    else:
+        if is_launched():
+            _write_status(rank, 0, "done")
+    finally:
+        _folders.clear()
 
 
-def write_status(
-    folder: Path, rank: int, code: int, reason: str, fault: DcptoolError | None = None
-) -> None:
-    """Record how one rank ended."""
-    if folder.is_dir():
-        document: dict[str, object] = {"rank": rank, "code": code, "reason": reason}
-        if fault is not None:
-            document |= {"why": fault.why, "try": fault.try_}
-        files.publish_json(folder / f"status.{rank}.json", document)
+def _write_status(rank: int, code: int, reason: str, fault: DcptoolError | None = None) -> None:
+    """Record how one rank ended, for the command that started it and beside the run."""
+    document: dict[str, object] = {"rank": rank, "code": code, "reason": reason}
+    if fault is not None:
+        document |= {"why": fault.why, "try": fault.try_}
+    told = os.environ.get(STATUS_FOLDER)
+    for folder in [*_folders, *([Path(told)] if told else [])]:
+        if folder.is_dir():
+            files.publish_json(folder / f"status.{rank}.json", document)
 
 
 def through_torchrun(processes: int) -> int:
@@ -90,6 +97,7 @@ def through_torchrun(processes: int) -> int:
         os.environ[STATUS_FOLDER] = status
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
         config = LaunchConfig(
+            run_id="dcptool",
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=processes,
@@ -99,8 +107,6 @@ def through_torchrun(processes: int) -> int:
             start_method="spawn",
         )
         stopped = 0
-        import logging
-
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         try:
             elastic_launch(config, sys.executable)("-m", "dcptool", *arguments)
@@ -126,29 +132,29 @@ def _without_option(arguments: list[str], name: str) -> list[str]:
 
 def _answer(folder: Path, processes: int, stopped: int) -> int:
     """The code of the whole: that of the rank which knows best why it ended."""
-    found: dict[int, dict[str, object]] = {}
+    found: dict[int, dict[str, Any]] = {}
     for rank in range(processes):
         path = folder / f"status.{rank}.json"
         if path.exists():
-            try:
-                found[rank] = json.loads(path.read_text())
-            except ValueError as err:
-                raise InputError(f"cannot read {path}", why=str(err)) from err
-    codes = {rank: int(str(status["code"])) for rank, status in found.items()}
-    if stopped and not any(codes.values()) and len(codes) == processes:
-        return 0
-    missing = [rank for rank in range(processes) if rank not in codes]
-    if stopped or any(code >= 128 for code in codes.values()):
-        code = max([c for c in codes.values() if c >= 128], default=128 + stopped)
-        if missing and not any(c >= 128 for c in codes.values()):
-            raise Interrupted(stopped or signal.SIGTERM)
-        return code
+            found[rank] = files.read_json(path, what="the status of a process")
+    missing = [rank for rank in range(processes) if rank not in found]
+    if missing and stopped:
+        raise Interrupted(stopped)
     if missing:
         raise EnvironmentFault(
             f"process {missing[0]} of {processes} died",
             why="it left no word: killed, or out of memory",
             try_="the same command with a smaller --batch-size, or fewer processes",
         )
-    # A rank that lost its peers says 5; the one that had the reason says something else.
-    order = sorted(codes, key=lambda rank: (codes[rank] in (0, 5), codes[rank] == 0, rank))
-    return codes[order[0]]
+
+    def ignorance(rank: int) -> tuple[bool, bool, int]:
+        # A rank that lost its peers says 5; the one that had the reason says something else.
+        code = found[rank]["code"]
+        return code == 0, code == EnvironmentFault.code, rank
+
+    status = found[min(found, key=ignorance)]
+    if status["code"] == 0:
+        return 0
+    err = DcptoolError(status["reason"], why=status.get("why", ""), try_=status.get("try", ""))
+    err.code = status["code"]
+    raise err

@@ -20,7 +20,7 @@ from dcptool import console, files
 from dcptool.errors import GateFailed, UsageError
 from dcptool.network import artifact, cost
 from dcptool.network.models import Network
-from dcptool.training import checkpoint
+from dcptool.training import checkpoint, signals
 from dcptool.training.checkpoint import Checkpoints, digest_of
 from dcptool.training.data import Data
 from dcptool.training.dist import SINGLE, Dist
@@ -78,6 +78,11 @@ def finetune(
     network: Network, data: Data, job: Job, folder: Path, dist: Dist = SINGLE
 ) -> Finetuned:
     """Train `network` on `data` and save it in `folder`; resumes what it finds there."""
+    with signals.ending(job.resume_command):
+        return _finetune(network, data, job, folder, dist)
+
+
+def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) -> Finetuned:
     started = time.monotonic()
     network.input = data.input
     if data.labelled and data.classes:

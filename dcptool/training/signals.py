@@ -54,3 +54,21 @@ def watch() -> Iterator[Flag]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def ending(try_: str = "") -> Iterator[None]:
+    """Outside the loop, where there is nothing to save: a signal ends the command in order."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise Interrupted(number, try_=try_)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[int, Any] = {number: signal.signal(number, end) for number in WATCHED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
