@@ -99,6 +99,8 @@ def test_names_that_are_refused(name: str) -> None:
     with pytest.raises(UsageError) as caught:
         models.load(name, pretrained=False, fetch=never)
     assert caught.value.try_
+    is_path = not name.startswith("hf-hub:") and ("local-dir" in name or {"/", "\\"} & set(name))
+    assert ("is a path" in caught.value.message) == bool(is_path)
 
 
 def test_three_nearest_of_all_registries() -> None:
