@@ -6,10 +6,11 @@ is drawn only when stderr is a terminal; elsewhere a plain line appears now and 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 PLAIN_LINE_EVERY_S = 10.0
@@ -24,7 +25,8 @@ def configure(*, quiet: bool = False, verbose: bool = False) -> None:
 
 def is_live() -> bool:
     """Whether a display that redraws itself makes sense."""
-    return sys.stderr.isatty() and not _settings["quiet"]
+    dumb = os.environ.get("TERM") in ("dumb", "unknown")
+    return sys.stderr.isatty() and not dumb and not _settings["quiet"]
 
 
 def note(text: str) -> None:
@@ -45,8 +47,20 @@ def warn(text: str) -> None:
 
 
 def _write(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    # Work goes on when nobody listens any more.
+    with suppress(OSError):
+        sys.stderr.write(printable(text) + "\n")
+        sys.stderr.flush()
+
+
+_CONTROL = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
+}
+
+
+def printable(text: str) -> str:
+    """The text with control characters spelled out: a file name must not drive a terminal."""
+    return text.translate(_CONTROL)
 
 
 @dataclass
@@ -69,14 +83,12 @@ class Task:
 
 
 class _PlainTask(Task):
-    _started = 0.0
-    _spoken = 0.0
+    def __post_init__(self) -> None:
+        self._started = self._spoken = time.monotonic()
 
     def say(self, status: str) -> None:
         super().say(status)
         now = time.monotonic()
-        if not self._started:
-            self._started = self._spoken = now
         if now - self._spoken >= PLAIN_LINE_EVERY_S:
             self._spoken = now
             note(self.line(now - self._started))
@@ -99,16 +111,22 @@ def progress(title: str, total: float | None = None) -> Iterator[Task]:
         yield _PlainTask(title, total)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     bar = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         TextColumn("{task.percentage:>3.0f}%" if total else ""),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[status]}"),
+        TextColumn("{task.fields[status]}", markup=False),
         console=Console(stderr=True),
         transient=True,
     )
@@ -118,13 +136,17 @@ def progress(title: str, total: float | None = None) -> Iterator[Task]:
         class _LiveTask(Task):
             def say(self, status: str) -> None:
                 super().say(status)
-                bar.update(handle, completed=self.done, status=status)
+                bar.update(handle, completed=self.done, status=printable(status))
 
         yield _LiveTask(title, total)
 
 
 def table(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], *, align: str = "", width: int | None = None
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    align: str = "",
+    width: int | None = None,
 ) -> str:
     """Text table; `align` has one of `<` or `>` for each column, left by default.
 
@@ -132,16 +154,22 @@ def table(
     """
     columns = len(headers)
     align = (align + "<" * columns)[:columns]
-    cells = [list(headers), *[list(row) for row in rows]]
+    cells = [[_one_line(cell) for cell in row] for row in (headers, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(columns)]
     if width is not None:
-        widths[-1] = max(len(headers[-1]), min(widths[-1], width - sum(widths[:-1]) - 2 * (columns - 1)))
+        widths[-1] = max(
+            len(headers[-1]), min(widths[-1], width - sum(widths[:-1]) - 2 * (columns - 1))
+        )
     lines = []
     for row in cells:
         parts = [_fit(cell, w, a) for cell, w, a in zip(row, widths, align, strict=True)]
         lines.append("  ".join(parts).rstrip())
     lines.insert(1, "  ".join("-" * w for w in widths))
     return "\n".join(lines)
+
+
+def _one_line(cell: str) -> str:
+    return printable(cell).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _fit(cell: str, width: int, side: str) -> str:

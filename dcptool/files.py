@@ -11,18 +11,25 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
+import re
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from dcptool.errors import EnvironmentFault, InputError, UsageError
+from dcptool import console
+from dcptool.errors import DcptoolError, EnvironmentFault, InputError, UsageError
 
 MANIFEST_LIMIT = 64 << 20
-_TEMP_MARK = ".dcptool-"
+_NODE = hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]
+_TEMP = re.compile(r"\.dcptool-(?P<node>[0-9a-f]{8})-(?P<pid>[0-9]{1,10})-[0-9a-f]{12}\.tmp")
+_warned: set[str] = set()
+_held: set[tuple[int, int]] = set()
 
 
 def publish(path: Path, data: bytes) -> None:
@@ -37,33 +44,62 @@ def publish(path: Path, data: bytes) -> None:
         finally:
             os.close(handle)
 
-    publish_with(path, write)
+    publish_with(path, write, need=len(data))
 
 
-def publish_with(path: Path, write: Callable[[Path], None]) -> None:
+def publish_with(path: Path, write: Callable[[Path], None], *, need: int | None = None) -> None:
     """Let `write` fill a temporary file in the folder of `path`, then rename it there.
 
-    For libraries that insist on writing files themselves.
+    For libraries that insist on writing files themselves; `need` bytes are told of when the
+    disk is full.
     """
+    _refuse_link(path)
+    temp = _temp_beside(path)
+    try:
+        try:
+            # The process umask is applied here; a library may put a file of its own at `temp`.
+            handle = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+            try:
+                mode = stat.S_IMODE(os.fstat(handle).st_mode)
+            finally:
+                os.close(handle)
+            write(temp)
+            _flush(temp, mode)
+            _refuse_link(path)
+            # A link that appears only now is replaced, never followed.
+            os.rename(temp, path)  # noqa: PTH104 - every call of the system goes through `os` here
+        except OSError as err:
+            raise storage_fault(err, path, need=need) from err
+        _settle(path)
+    finally:
+        with suppress(OSError):
+            os.unlink(temp)  # noqa: PTH108
+
+
+def _temp_beside(path: Path) -> Path:
+    return path.parent / f".dcptool-{_NODE}-{os.getpid()}-{secrets.token_hex(6)}.tmp"
+
+
+def _refuse_link(path: Path) -> None:
     if path.is_symlink():
         raise EnvironmentFault(
             f"cannot write {path}: it is a symbolic link",
             why="writing through a link could change a file somewhere else",
             try_=f"rm {path}",
         )
-    temp = path.parent / f"{_TEMP_MARK}{secrets.token_hex(6)}.tmp"
+
+
+def _settle(path: Path) -> None:
+    """Flush the folder after a rename: the file is there, only a power loss could undo it."""
     try:
-        umask_mode = 0o666  # the process umask is applied by open
-        os.close(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, umask_mode))
-        write(temp)
-        _flush(temp)
-        os.rename(temp, path)  # noqa: PTH104 - kept beside os.open so that faults can be injected
         flush_folder(path.parent)
     except OSError as err:
-        raise storage_fault(err, path) from err
-    finally:
-        with suppress(OSError):
-            temp.unlink()
+        why = os.strerror(err.errno) if err.errno else str(err)
+        raise EnvironmentFault(
+            f"{path} is written, but may not survive a power loss",
+            why=f"its folder cannot be flushed to the disk: {why}",
+            try_="check the disk, then run the same command again",
+        ) from err
 
 
 def publish_json(path: Path, document: object) -> None:
@@ -74,22 +110,30 @@ def publish_json(path: Path, document: object) -> None:
 def point_link(link: Path, target: str) -> None:
     """Make `link` a symbolic link to `target`, replacing an older link in one step."""
     if link.exists() and not link.is_symlink():
-        raise EnvironmentFault(f"cannot set {link}: it is not a link", try_=f"mv {link} {link}.old")
-    temp = link.parent / f"{_TEMP_MARK}{secrets.token_hex(6)}.tmp"
+        raise EnvironmentFault(
+            f"cannot set {link}: it is not a link",
+            why="something else has its name, and nothing is overwritten without being asked",
+            try_=f"mv {link} {link}.old",
+        )
+    temp = _temp_beside(link)
     try:
-        temp.symlink_to(target)
-        temp.rename(link)
-        flush_folder(link.parent)
-    except OSError as err:
-        raise storage_fault(err, link) from err
+        try:
+            os.symlink(target, temp)  # noqa: PTH211
+            os.rename(temp, link)  # noqa: PTH104
+        except OSError as err:
+            raise storage_fault(err, link) from err
+        _settle(link)
     finally:
         with suppress(OSError):
-            temp.unlink()
+            os.unlink(temp)  # noqa: PTH108
 
 
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def _flush(path: Path, mode: int) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
+        if stat.S_IMODE(os.fstat(handle).st_mode) != mode:
+            os.fchmod(handle, mode)
+        # Never tried again: after a failure the kernel may have dropped the pages.
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -104,26 +148,61 @@ def flush_folder(folder: Path) -> None:
         # Some network file systems cannot flush folders; the file itself is safe.
         if err.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
+        if "flush" not in _warned:
+            _warned.add("flush")
+            console.warn(f"{folder} cannot be flushed to the disk; a power loss may undo renames")
     finally:
         os.close(handle)
 
 
-def storage_fault(err: OSError, path: Path) -> EnvironmentFault:
+def sweep(folder: Path) -> None:
+    """Remove temporary files in `folder` that a dead process of this program left here."""
+    with suppress(OSError):
+        for entry in list(os.scandir(folder)):
+            found = _TEMP.fullmatch(entry.name)
+            if found is None or found["node"] != _NODE or _lives(int(found["pid"])):
+                continue
+            with suppress(OSError):
+                info = entry.stat(follow_symlinks=False)
+                ours = stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode)
+                if ours and info.st_uid == os.geteuid():
+                    os.unlink(entry.path)  # noqa: PTH108
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space, or choose another disk with -o",
+    errno.EDQUOT: "free some space, or choose another disk with -o",
+    errno.EFBIG: "raise the limit: ulimit -f unlimited",
+    errno.EACCES: "check the rights: ls -ld {folder}",
+    errno.EPERM: "check the rights: ls -ld {folder}",
+    errno.EROFS: "choose a writable folder with -o",
+    errno.ENOENT: "was the folder removed? mkdir -p {folder}",
+    errno.EISDIR: "a folder has this name; choose another one with -o",
+    errno.EEXIST: "a file has this name; choose another one with -o",
+    errno.ENOTDIR: "part of the path is a file; choose another folder with -o",
+    errno.ENAMETOOLONG: "choose a shorter name with -o",
+}
+
+
+def storage_fault(err: OSError, path: Path, *, need: int | None = None) -> EnvironmentFault:
     """Translate an error of the operating system while writing `path`."""
-    remedies = {
-        errno.ENOSPC: "free some space, or choose another disk with -o",
-        errno.EDQUOT: "free some space, or choose another disk with -o",
-        errno.EFBIG: "raise the limit: ulimit -f unlimited",
-        errno.EACCES: f"check the rights: ls -ld {path.parent}",
-        errno.EPERM: f"check the rights: ls -ld {path.parent}",
-        errno.EROFS: "choose a writable folder with -o",
-        errno.ENOENT: f"was the folder removed? mkdir -p {path.parent}",
-    }
-    return EnvironmentFault(
-        f"cannot write {path}",
-        why=f"{os.strerror(err.errno) if err.errno else err}",
-        try_=remedies.get(err.errno or 0, "check the disk, then run the same command again"),
-    )
+    why = os.strerror(err.errno) if err.errno else str(err)
+    if err.errno in (errno.ENOSPC, errno.EDQUOT):
+        with suppress(OSError):
+            why += f": {shutil.disk_usage(path.parent).free:,} bytes are free"
+            why += f", {need:,} are needed" if need else ""
+    remedy = _REMEDIES.get(err.errno or 0, "check the disk, then run the same command again")
+    return EnvironmentFault(f"cannot write {path}", why=why, try_=remedy.format(folder=path.parent))
 
 
 def read_bytes(
@@ -139,30 +218,51 @@ def read_bytes(
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as err:
-        why = os.strerror(err.errno) if err.errno else str(err)
-        raise InputError(f"cannot read {what} {path}", why=why) from err
-    # Asked of the handle itself: a stream cannot even be made of a folder.
-    info = os.fstat(handle)
-    if not stat.S_ISREG(info.st_mode):
-        os.close(handle)
-        raise InputError(
-            f"cannot read {what} {path}", why=f"it is {_kind(info.st_mode)}, not a regular file"
-        )
-    with os.fdopen(handle, "rb") as stream:
-        if limit is not None and info.st_size > limit:
-            raise InputError(
-                f"cannot read {what} {path}",
-                why=f"it has {info.st_size:,} bytes; the limit is {limit:,}",
-            )
+    except (OSError, ValueError) as err:
+        raise _read_fault(err, path, what) from err
+    with ExitStack() as stack:
+        stack.callback(os.close, handle)
         try:
+            # Asked of the handle itself: a stream cannot even be made of a folder.
+            info = os.fstat(handle)
+            if not stat.S_ISREG(info.st_mode):
+                raise InputError(
+                    f"cannot read {what} {path}",
+                    why=f"it is {_kind(info.st_mode)}, not a regular file",
+                    try_=f"name a file: ls -l {path}",
+                )
+            if limit is not None and info.st_size > limit:
+                raise _too_large(path, what, info.st_size, limit)
+            stream = stack.enter_context(os.fdopen(handle, "rb", closefd=False))
             if check is not None:
                 check(stream, info.st_size)
                 stream.seek(0)
-            data = stream.read()
+            # A file may grow while it is read, and some tell no size at all.
+            data = stream.read() if limit is None else stream.read(limit + 1)
         except OSError as err:
-            raise InputError(f"cannot read {what} {path}", why=str(err)) from err
+            raise _read_fault(err, path, what) from err
+    if limit is not None and len(data) > limit:
+        raise _too_large(path, what, len(data), limit)
     return data
+
+
+def _too_large(path: Path, what: str, size: int, limit: int) -> InputError:
+    return InputError(
+        f"cannot read {what} {path}",
+        why=f"it has {size:,} bytes or more; the limit is {limit:,}",
+        try_="is this the right file?",
+    )
+
+
+def _read_fault(err: OSError | ValueError, path: Path, what: str) -> DcptoolError:
+    number = err.errno if isinstance(err, OSError) else None
+    why = os.strerror(number) if number else str(err)
+    message = f"cannot read {what} {path}"
+    if number in (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        return EnvironmentFault(message, why=why, try_="check the disk and the limits: ulimit -a")
+    if number in (errno.EACCES, errno.EPERM):
+        return InputError(message, why=why, try_=f"check the rights: ls -l {path}")
+    return InputError(message, why=why, try_=f"check the name: ls {path.parent}")
 
 
 def _kind(mode: int) -> str:
@@ -183,7 +283,10 @@ def read_json(path: Path, *, what: str, limit: int = MANIFEST_LIMIT) -> dict[str
     data = read_bytes(path, what=what, limit=limit)
     try:
         document = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
+            data.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+            parse_float=_finite,
         )
     except (ValueError, RecursionError) as err:
         raise InputError(f"cannot read {what} {path}", why=f"not valid JSON: {err}") from err
@@ -193,12 +296,19 @@ def read_json(path: Path, *, what: str, limit: int = MANIFEST_LIMIT) -> dict[str
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} appears twice")
+    result: dict[str, object] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"the key {name!r} appears twice")
+        result[name] = value
     return result
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is too large")
+    return number
 
 
 def _no_constant(text: str) -> float:
@@ -222,14 +332,20 @@ def require_new(path: Path, *, force: bool) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and prove that it can be written to."""
+    """Create a folder, prove that it can be written to, and clear what a dead run left in it."""
+    probe = _temp_beside(path / "file")
     try:
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / f"{_TEMP_MARK}{secrets.token_hex(6)}.tmp"
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        probe.unlink()
+        for folder in missing:
+            flush_folder(folder.parent)
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
     except OSError as err:
-        raise storage_fault(err, path / "(new file)") from err
+        raise storage_fault(err, path) from err
+    finally:
+        with suppress(OSError):
+            os.unlink(probe)  # noqa: PTH108
+    sweep(path)
 
 
 @contextmanager
@@ -240,6 +356,11 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """
     path = folder / ".lock"
     try:
+        info = os.stat(folder)  # noqa: PTH116
+        place = (info.st_dev, info.st_ino)
+        if place in _held:
+            # Opening the file again, and closing it, would drop the lock that is held.
+            raise _in_use(folder, "this process")
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as err:
         raise storage_fault(err, path) from err
@@ -247,14 +368,26 @@ def lock_folder(folder: Path) -> Iterator[None]:
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as err:
+            if err.errno not in (errno.EAGAIN, errno.EACCES):
+                raise storage_fault(err, path) from err
             owner = os.pread(handle, 32, 0).decode(errors="replace").strip()
-            raise EnvironmentFault(
-                f"{folder} is in use by another dcptool",
-                why=f"process {owner} is writing to it",
-                try_="wait for it to end, or choose another folder with -o",
-            ) from err
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-        yield
+            raise _in_use(folder, f"process {owner or '(unknown)'}") from err
+        # The number is only told to others; a full disk is no reason to stop.
+        with suppress(OSError):
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        _held.add(place)
+        try:
+            yield
+        finally:
+            _held.discard(place)
     finally:
         os.close(handle)
+
+
+def _in_use(folder: Path, owner: str) -> EnvironmentFault:
+    return EnvironmentFault(
+        f"{folder} is in use by another dcptool",
+        why=f"{owner} is writing to it",
+        try_="wait for it to end, or choose another folder with -o",
+    )

@@ -154,7 +154,7 @@ def _report(err: DcptoolError, arguments: list[str]) -> int:
         with suppress(OSError):
             streams.print_result(json.dumps(document, indent=2))
     with suppress(OSError):
-        sys.stderr.write(err.lines() + "\n")
+        sys.stderr.write(console.printable(err.lines()) + "\n")
         sys.stderr.flush()
     return err.code
 
@@ -178,7 +178,7 @@ def emit(
         text = json.dumps(whole, indent=2, allow_nan=False)
         _printed["document"] = True
     try:
-        streams.print_result(text)
+        streams.print_result(console.printable(text))
     except OSError as err:
         lost = EnvironmentFault(
             "cannot write the result to stdout",
