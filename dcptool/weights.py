@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 HEADER_LIMIT = 8 << 20
 TENSOR_LIMIT = 100_000
-SIZE_LIMIT = 64 << 30
 
 _WIDTHS = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
@@ -60,7 +59,7 @@ def read(path: Path) -> dict[str, Tensor]:
         except Refused as err:
             raise _fault(path, err) from err
 
-    data = files.read_bytes(path, what="weights", limit=SIZE_LIMIT, check=check)
+    data = files.read_bytes(path, what="weights", check=check)
     return parse(data, path)
 
 
