@@ -82,6 +82,7 @@ class Task:
         self.status = status
 
 
+@dataclass
 class _PlainTask(Task):
     def __post_init__(self) -> None:
         self._started = self._spoken = time.monotonic()

@@ -253,7 +253,7 @@ def test_temporary_name_cannot_be_hijacked(tmp_path, monkeypatch):
     monkeypatch.setattr(files.secrets, "token_hex", lambda n: "0" * 12)
     files._temp_beside(tmp_path / "file").symlink_to(victim)
     with pytest.raises(EnvironmentFault):
-        files.publish(tmp_path / "file", NEW)
+        files.publish_with(tmp_path / "file", lambda temp: temp.write_bytes(NEW))
     assert victim.read_bytes() == OLD
 
 
