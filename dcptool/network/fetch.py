@@ -153,7 +153,8 @@ def _from_hub(place: Place, offline: bool) -> tuple[Path, bytes]:
         if isinstance(cached, str):
             return _verified(Path(cached), "")
     if offline or constants.HF_HUB_OFFLINE:
-        raise unreachable(place, "it is not in the cache, and --offline forbids the network")
+        rule = "--offline" if offline else "HF_HUB_OFFLINE"
+        raise unreachable(place, f"it is not in the cache, and {rule} forbids the network")
     console.note(f"fetching {place}")
     _reach(place, constants.ENDPOINT)
     for name in place.names:

@@ -378,6 +378,7 @@ def test_hub_configuration_is_not_trusted(change: dict[str, object]) -> None:
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     (tmp_path / "torch" / "hub" / "checkpoints").mkdir(parents=True)
     return tmp_path
 
@@ -543,6 +544,7 @@ except NotPublished:
     print(len(data), path.readlink().name)
 """
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": server}
+    environment["HF_HUB_OFFLINE"] = "0"
     environment = {k: v for k, v in environment.items() if "proxy" not in k.lower()}
     done = subprocess.run(
         [sys.executable, "-c", code],
