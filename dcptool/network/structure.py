@@ -91,6 +91,12 @@ def read_structure(graph: fx.Graph, root: nn.Module, dense: Sequence[str]) -> St
     )
 
 
+def main_path(graph: fx.Graph) -> list[fx.Node]:
+    """Nodes through which the whole signal passes, from the image to the output."""
+    nodes = _live_nodes(graph)
+    return _main_path(nodes, _dominators(nodes))
+
+
 def _live_nodes(graph: fx.Graph) -> list[fx.Node]:
     """Nodes that depend on the image: what parameters alone give is no signal."""
     live: dict[fx.Node, None] = {}

@@ -1,0 +1,119 @@
+"""A network as a chain of segments, so that features are computed once and never from the start.
+
+Cuts the traced graph at tensors that carry the whole signal. A segment runs on the output of
+the one before, with the modules of whichever network is given: the dense one and the one being
+pruned share the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from dcptool.network.rules import layer_rule
+from dcptool.network.structure import main_path
+from dcptool.network.trace import VALUE, trace
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Nodes between two cut points, the last one included; `layers` are its dense layers."""
+
+    source: fx.Node
+    nodes: tuple[fx.Node, ...]
+    layers: tuple[str, ...]
+
+    @property
+    def output(self) -> fx.Node:
+        """The tensor that the next segment starts from."""
+        return self.nodes[-1]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """All segments of a network, first to last."""
+
+    segments: tuple[Segment, ...]
+    calls: Mapping[str, tuple[fx.Node, ...]]
+    constants: tuple[fx.Node, ...]
+
+    def position(self, layer: str) -> int:
+        """Which segment holds a layer."""
+        return next(i for i, s in enumerate(self.segments) if layer in s.layers)
+
+
+def build_chain(module: nn.Module, input_size: tuple[int, ...], dense: Iterable[str]) -> Chain:
+    """Cut a network into the shortest segments that hold at least one dense layer each."""
+    graph, _ = trace(module, input_size, lambda m: layer_rule(m) is not None)
+    wanted = set(dense)
+    nodes = list(graph.nodes)
+    calls: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        if node.op == "call_module" and str(node.target) in wanted:
+            calls.setdefault(str(node.target), []).append(node)
+    image = next(n for n in nodes if n.op == "placeholder" and isinstance(n.meta[VALUE], Tensor))
+    last = next(n for n in nodes if n.op == "output").args[0]
+    index = {node: i for i, node in enumerate(nodes)}
+    cuts = [n for n in main_path(graph) if index[n] > index[image] and n.op != "output"]
+    constants = tuple(n for n in nodes if n.op in ("placeholder", "get_attr") and n is not image)
+    segments: list[Segment] = []
+    start = image
+    for cut in cuts:
+        inner = [n for n in nodes[index[start] + 1 : index[cut] + 1] if n not in constants]
+        layers = tuple(dict.fromkeys(str(n.target) for n in inner if str(n.target) in calls and n.op == "call_module"))
+        is_last = cut is cuts[-1]
+        if layers or is_last:
+            segments.append(Segment(start, tuple(inner), layers))
+            start = cut
+    assert segments[-1].output is last or not isinstance(last, fx.Node)
+    return Chain(tuple(segments), {k: tuple(v) for k, v in calls.items()}, constants)
+
+
+def run_segment(
+    chain: Chain,
+    segment: Segment,
+    root: nn.Module,
+    features: Tensor,
+    want: Iterable[fx.Node] = (),
+) -> dict[fx.Node, Tensor]:
+    """Values of the wanted nodes (by default the segment's output) for a batch of features.
+
+    Stops as soon as all of them are known.
+    """
+    missing = set(want) or {segment.output}
+    env: dict[fx.Node, Any] = {segment.source: features}
+    found = {n: env[n] for n in missing & set(env)}
+    missing -= set(found)
+    for node in chain.constants:
+        env[node] = constant_value(root, node)
+    for node in segment.nodes:
+        if not missing:
+            break
+        env[node] = call_node(root, node, env)
+        if node in missing:
+            found[node] = env[node]
+            missing.discard(node)
+    return found
+
+
+def call_node(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+    """Compute one node from the values of those before it."""
+    args: Any = fx.map_arg(node.args, env.__getitem__)
+    kwargs: Any = fx.map_arg(node.kwargs, env.__getitem__)
+    if node.op == "call_module":
+        return root.get_submodule(str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    function: Callable[..., Any] = node.target  # type: ignore[assignment]
+    return function(*args, **kwargs)
+
+
+def constant_value(root: nn.Module, node: fx.Node) -> Any:
+    """A parameter of the given network, or the default of an argument."""
+    if node.op == "get_attr":
+        owner, _, name = str(node.target).rpartition(".")
+        return getattr(root.get_submodule(owner), name)
+    return node.meta[VALUE]

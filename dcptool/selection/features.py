@@ -1,0 +1,90 @@
+"""What a layer reads, as rows of a matrix: patches at random positions, and values at the same.
+
+One row is one output position of one image; its columns are the inputs that the layer weighs
+there, channel by channel with all taps of a channel together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Conv2dSame, pad_same
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Chosen output positions of each image, as row and column indices (images x count)."""
+
+    rows: Tensor
+    columns: Tensor
+
+
+def is_readable(layer: nn.Module) -> bool:
+    """Whether the inputs of this layer can be written as rows."""
+    return isinstance(layer, nn.Linear) or (
+        isinstance(layer, nn.Conv2d) and layer.groups == 1
+    )
+
+
+def taps(layer: nn.Module) -> int:
+    """Columns of one input channel."""
+    return layer.weight[0, 0].numel() if isinstance(layer, nn.Conv2d) else 1
+
+
+def choose_positions(output: Tensor, count: int, generator: torch.Generator) -> Positions:
+    """Random positions of a layer's output, the same number for each image; all if there are few."""
+    images = output.shape[0]
+    height, width = _grid(output)
+    total = height * width
+    if total <= count:
+        flat = torch.arange(total).expand(images, total)
+    else:
+        flat = torch.rand((images, total), generator=generator).topk(count, dim=1).indices
+    return Positions(flat // width, flat % width)
+
+
+def _grid(output: Tensor) -> tuple[int, int]:
+    """Positions of an output: maps have two dimensions of them, tokens one, vectors none."""
+    if output.dim() == 4:
+        return output.shape[2], output.shape[3]
+    return 1, max(1, output[0].numel() // output.shape[-1])
+
+
+def values_at(output: Tensor, positions: Positions) -> Tensor:
+    """Rows (images * count, channels) of an output at the given positions."""
+    if output.dim() != 4:
+        tokens = output.reshape(output.shape[0], -1, output.shape[-1])
+        index = positions.columns.unsqueeze(-1).expand(-1, -1, tokens.shape[-1])
+        return tokens.gather(1, index).flatten(0, 1)
+    flat = output.flatten(2)
+    index = (positions.rows * output.shape[3] + positions.columns).unsqueeze(1)
+    return flat.gather(2, index.expand(-1, flat.shape[1], -1)).transpose(1, 2).flatten(0, 1)
+
+
+def rows_at(layer: nn.Module, features: Tensor, positions: Positions) -> Tensor:
+    """Rows (images * count, channels * taps) that the layer reads at the given positions."""
+    if isinstance(layer, nn.Linear):
+        return values_at(features.reshape(features.shape[0], -1, features.shape[-1]), positions)
+    assert isinstance(layer, nn.Conv2d)
+    (kh, kw), (sh, sw), (dh, dw) = layer.kernel_size, layer.stride, layer.dilation
+    padded = _pad(layer, features)
+    images, channels, height, width = padded.shape
+    if kh == kw == 1:
+        return values_at(padded, Positions(positions.rows * sh, positions.columns * sw))
+    rows = (positions.rows * sh).unsqueeze(-1) + torch.arange(kh) * dh
+    columns = (positions.columns * sw).unsqueeze(-1) + torch.arange(kw) * dw
+    flat = (rows.unsqueeze(-1) * width + columns.unsqueeze(-2)).flatten(1)
+    index = flat.unsqueeze(1).expand(-1, channels, -1)
+    count = positions.rows.shape[1]
+    taken = padded.flatten(2).gather(2, index).view(images, channels, count, kh * kw)
+    return taken.permute(0, 2, 1, 3).reshape(images * count, channels * kh * kw)
+
+
+def _pad(layer: nn.Conv2d, features: Tensor) -> Tensor:
+    if isinstance(layer, Conv2dSame):
+        return pad_same(features, layer.kernel_size, layer.stride, layer.dilation)  # type: ignore[no-any-return]
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    return F.pad(features, layer._reversed_padding_repeated_twice, mode=mode)
