@@ -281,7 +281,7 @@ class _Fit:
         state, run = self.state, self.run
         last = state.step >= self.schedule.steps
         at_epoch = state.step % len(self.batches) == 0
-        if state.step % run.log_every == 0 or at_epoch or last or stop:
+        if state.step % run.log_every == 0 or at_epoch or last:
             self._log()
         if stop:
             self._stop()
@@ -294,6 +294,7 @@ class _Fit:
         number = int(self.dist.largest(float(self.flag.number)))
         if not number:
             self.ended_by = "max-time"
+            self._log()
             if self.run.validate is not None:
                 self._validate()
             return

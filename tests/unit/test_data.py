@@ -252,7 +252,9 @@ def bomb(width: int, height: int) -> bytes:
         return size + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
 
     header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08\x00\0\0\0"
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"x") + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"x") + chunk(b"IEND", b"")
+    )
 
 
 @pytest.mark.parametrize("side", [7200, 10_000, 14_000, 60_000])
@@ -351,7 +353,9 @@ def test_shards_are_read_by_number(folder: Path, tmp_path: Path) -> None:
     assert (len(data.train), len(data.val)) == (8, 8)
     shown, labels = next(iter(loader(data.val, 8)))
     assert labels.tolist() == [0, 1] * 4
-    assert shown[:, 0, 0, 0].tolist() == pytest.approx([(n * 10 / 255 - 0.5) / 0.25 for n in range(8)])
+    assert shown[:, 0, 0, 0].tolist() == pytest.approx(
+        [(n * 10 / 255 - 0.5) / 0.25 for n in range(8)]
+    )
 
 
 def test_torchvision_folders_by_name(folder: Path) -> None:
