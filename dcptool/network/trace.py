@@ -145,14 +145,21 @@ class _Tracer(fx.Tracer):
             return None
         if node.op == "get_attr":
             return _attribute(self.root, str(node.target))
-        args = fx.map_arg(node.args, lambda n: n.meta[VALUE])
-        kwargs = fx.map_arg(node.kwargs, lambda n: n.meta[VALUE])
+        args = fx.map_arg(node.args, self._value)
+        kwargs = fx.map_arg(node.kwargs, self._value)
         if node.op == "call_module":
             return self.root.get_submodule(str(node.target))(*args, **kwargs)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         function: Callable[..., Any] = node.target  # type: ignore[assignment]
         return function(*args, **kwargs)
+
+    def _value(self, node: fx.Node) -> Any:
+        if VALUE not in node.meta:
+            # A tensor that the forward code made itself becomes an attribute without a proxy.
+            value = _attribute(self.root, str(node.target))
+            node.meta[VALUE] = value.to("meta") if value.dim() else value
+        return node.meta[VALUE]
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         value = obj.node.meta[VALUE]
