@@ -9,7 +9,9 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 
 import click
 import pytest
@@ -119,6 +121,24 @@ def test_an_error_after_the_document_prints_no_second_one(monkeypatch, capsys):
     ending(monkeypatch, action)
     assert app.run(["env", "--json"]) == 4
     assert json.loads(capsys.readouterr().out)["command"] == "env"
+
+
+@pytest.mark.parametrize(
+    ("command", "as_json", "lost"),
+    [("export", False, False), ("export", True, True), ("analyze", False, True)],
+)
+def test_a_lost_message_does_not_undo_a_file(monkeypatch, capsys, command, as_json, lost):
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        if lost:
+            with pytest.raises(EnvironmentFault, match="cannot write the result"):
+                app.emit(command, {}, "a table", as_json=as_json)
+        else:
+            app.emit(command, {}, "a table", as_json=as_json)
+            assert "No space left on device; the files are written" in capsys.readouterr().err
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
 
 
 def test_a_returned_number_is_the_code(monkeypatch):
