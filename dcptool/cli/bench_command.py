@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import click
 
 from dcptool import console
 from dcptool.cli.app import emit
-from dcptool.cli.options import model_options, output_options
+from dcptool.cli.options import model_options, output_options, runs_option
 from dcptool.errors import GateFailed, UsageError
 
 
@@ -78,13 +77,8 @@ from dcptool.errors import GateFailed, UsageError
 )
 @click.option("--csv", "as_csv", is_flag=True, help="Print the rows as CSV.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print the tables as Markdown.")
-@click.option(
-    "--runs-dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Folder of the runs, for the default target (runs, or $DCPTOOL_RUNS).",
-)
 @model_options
+@runs_option
 @output_options
 def command(
     targets: tuple[str, ...],
@@ -105,7 +99,7 @@ def command(
     runs_dir: Path | None,
     as_json: bool,
     **model: Any,
-) -> int:
+) -> None:
     """Time exported networks beside each other.
 
     Without a target: the newest run against its dense network. Of several targets the first
@@ -150,16 +144,10 @@ def command(
         if with_profile:
             document["profile"] = profile.document(bench.profiles(entries, settings))
     failure = _gate(document, min_speedup)
-    if failure:
-        document["error"] = failure.document()
     text = bench_table.text(
         document, style="csv" if as_csv else "markdown" if as_markdown else "plain"
     )
-    emit("bench", document, text, as_json=as_json)
-    if failure:
-        sys.stderr.write(failure.lines() + "\n")
-        return failure.code
-    return 0
+    emit("bench", document, text, as_json=as_json, failure=failure)
 
 
 def _torch_rows(entries: Any, settings: Any) -> list[dict[str, object]]:

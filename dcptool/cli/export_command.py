@@ -9,7 +9,7 @@ import click
 
 from dcptool import console
 from dcptool.cli.app import emit
-from dcptool.cli.options import model_options, output_options
+from dcptool.cli.options import data_options, model_options, output_options, runs_option
 from dcptool.errors import UsageError
 
 
@@ -82,19 +82,8 @@ from dcptool.errors import UsageError
     show_default=True,
     help="Images to calibrate --int8 with.",
 )
-@click.option(
-    "--data-dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Images, one folder for each class: used for parity and for --int8.",
-)
-@click.option("--dataset", metavar="NAME", help="A named data set instead of --data-dir.")
-@click.option(
-    "--runs-dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Folder of the runs, for the default target (runs, or $DCPTOOL_RUNS).",
-)
+@data_options
+@runs_option
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 @model_options
 @output_options
@@ -114,8 +103,7 @@ def command(
     int8_skip: str,
     max_accuracy_drop: float | None,
     samples: int,
-    data_dir: Path | None,
-    dataset: str | None,
+    data: dict[str, Any],
     runs_dir: Path | None,
     force: bool,
     as_json: bool,
@@ -163,17 +151,15 @@ def command(
         )
         facts = targets.facts_of(Path(target)) if artifact else {}
         parity, images = None, None
-        if data_dir or dataset or as_int8:
+        if as_int8 or data["data_dir"] or data["dataset"] or data["images"]:
             from dcptool.deploy import samples as sampling
-            from dcptool.training.data import DataSpec
+            from dcptool.training.data import spec_of
 
-            spec = DataSpec(
-                data_dir=data_dir, dataset=dataset, seed=model["seed"], offline=model["offline"]
-            )
-            data = sampling.open_images(spec, network)
-            parity = sampling.parity_batches(data, model["seed"])
+            spec = spec_of(data, seed=model["seed"], offline=model["offline"])
+            opened = sampling.open_images(spec, network)
+            parity = sampling.parity_batches(opened, model["seed"])
             if as_int8:
-                images = sampling.calibration_images(data, network, samples, model["seed"])
+                images = sampling.calibration_images(opened, network, samples, model["seed"])
         console.note(f"exporting {network.base} to {path}")
         result = exporting.export(
             network, path, options, facts=facts, samples=parity, images=images, force=force

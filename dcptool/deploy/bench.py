@@ -226,7 +226,7 @@ def _runner(
         folder=scanned.folder,
         denormal_as_zero=settings.denormal_as_zero,
     )
-    feed = feed_of(session)
+    feed = feed_of(scanned.proto)
     feeds: dict[str, Array] = feed.random(
         condition.batch_size, size=image_size(scanned, settings), seed=settings.seed
     )

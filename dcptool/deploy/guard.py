@@ -21,7 +21,7 @@ import onnx
 
 from dcptool.deploy import onnx_cost, onnx_scan
 from dcptool.deploy.session import feed_of, open_session
-from dcptool.errors import DcptoolError, EnvironmentFault, InputError
+from dcptool.errors import DcptoolError, EnvironmentFault, InputError, UsageError
 
 TIME_LIMIT_S = 180.0
 MEMORY_DEFAULT = 4 << 30
@@ -85,8 +85,10 @@ def visit(
         tail = child.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no answer"]
         raise InputError(f"refused {path}", why=f"the checker failed: {tail[0][:300]}") from err
     if "error" in answer:
-        kind = EnvironmentFault if answer["code"] == EnvironmentFault.code else InputError
-        raise kind(answer["error"], why=answer["why"], try_=answer["try"])
+        kinds = {kind.code: kind for kind in (UsageError, EnvironmentFault)}
+        raise kinds.get(answer["code"], InputError)(
+            answer["error"], why=answer["why"], try_=answer["try"]
+        )
     return Visit(answer["macs"], answer["params"], answer["peak_bytes"])
 
 
@@ -117,11 +119,12 @@ def _serve(request: dict[str, object]) -> dict[str, object]:
         check_whole(scanned)
         macs = onnx_cost.macs(scanned.proto, size=size)
         params = onnx_cost.params(scanned.proto)
+        feed = feed_of(scanned.proto)
+        feeds = feed.random(int(str(request["batch_size"])), size=size)
         data, folder = scanned.data, scanned.folder
         del scanned
         before = _reset_peak()
         session = open_session(data, threads=int(str(request["threads"])), folder=folder)
-        feeds = feed_of(session).random(int(str(request["batch_size"])), size=size)
         for _ in range(2):
             session.run(None, feeds)
         peak = _status("VmHWM")

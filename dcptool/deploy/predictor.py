@@ -38,12 +38,12 @@ def open_onnx(path: Path, *, threads: int = 0, img_size: int | None = None) -> O
     """Check and load a file; exit 3 says what is wrong with it."""
     scanned = onnx_scan.scan(path)
     facts = onnx_graph.metadata(scanned.proto)
-    session = open_session(scanned.data, threads=threads, folder=scanned.folder)
-    feed = feed_of(session)
+    feed = feed_of(scanned.proto)
     embedded = feed.kind == "tensor(uint8)"
     seen = _input(path, facts, feed.shape, embedded=embedded, img_size=img_size)
     fixed = feed.shape[0]
     guard.visit(path, batch_size=fixed or 1, size=seen.size[1])
+    session = open_session(scanned.data, threads=threads, folder=scanned.folder)
     output = session.get_outputs()[0]
     classes = json.loads(facts["classes"]) if "classes" in facts else None
     count = output.shape[-1] if isinstance(output.shape[-1], int) else None

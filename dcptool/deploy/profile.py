@@ -108,7 +108,7 @@ def profile(
             folder=scanned.folder,
             profile_prefix=Path(scratch) / "run",
         )
-        feeds = feed_of(session).random(batch_size, size=size)
+        feeds = feed_of(scanned.proto).random(batch_size, size=size)
         for _ in range(WARMUP_RUNS + RUNS):
             session.run(None, feeds)
         events = json.loads(Path(session.end_profiling()).read_text())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -22,8 +21,7 @@ PARITY_IMAGES = 33
 
 def open_images(spec: DataSpec, network: Network) -> Data:
     """The data as the exported network will see it: its own size, also for the built-in set."""
-    size = network.input.size[1]
-    return training_data.open_data(replace(spec, img_size=spec.img_size or size), network)
+    return training_data.open_data(training_data.with_size(spec, network.input.size[1]), network)
 
 
 def parity_batches(data: Data, seed: int = 0) -> list[Array]:

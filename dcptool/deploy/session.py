@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 
 from dcptool.deploy.parity import Array
@@ -138,14 +139,18 @@ class Feed:
         raise InputError(f"input {self.name!r} has the unsupported type {self.kind}")
 
 
-def feed_of(session: ort.InferenceSession) -> Feed:
-    """The input a session expects; exactly one is supported."""
-    inputs = session.get_inputs()
+def feed_of(proto: onnx.ModelProto) -> Feed:
+    """The input a graph expects, read without loading it; exactly one is supported."""
+    stored = {tensor.name for tensor in proto.graph.initializer}
+    inputs = [value for value in proto.graph.input if value.name not in stored]
     if len(inputs) != 1:
         raise InputError(
             f"the model has {len(inputs)} inputs, not one",
             why="an image classifier takes one tensor",
         )
-    only = inputs[0]
-    shape = tuple(dim if isinstance(dim, int) else None for dim in only.shape)
-    return Feed(only.name, only.type, shape)
+    tensor = inputs[0].type.tensor_type
+    kind = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
+    shape = tuple(
+        int(dim.dim_value) if dim.HasField("dim_value") else None for dim in tensor.shape.dim
+    )
+    return Feed(inputs[0].name, f"tensor({kind})", shape)
