@@ -107,7 +107,8 @@ def through_torchrun(processes: int) -> int:
             start_method="spawn",
         )
         stopped = 0
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        # Its warnings repeat, at length, what is said below in three lines.
+        logging.disable(logging.CRITICAL)
         try:
             elastic_launch(config, sys.executable)("-m", "dcptool", *arguments)
         except SignalException as err:
@@ -141,9 +142,10 @@ def _answer(folder: Path, processes: int, stopped: int) -> int:
     if missing and stopped:
         raise Interrupted(stopped)
     if missing:
+        seen = [status["why"] for status in found.values() if status.get("why")]
         raise EnvironmentFault(
-            f"process {missing[0]} of {processes} died",
-            why="it left no word: killed, or out of memory",
+            f"process {missing[0]} of {processes} died or hangs",
+            why="\n".join(["it left no word: killed, or out of memory", *seen[:1]]),
             try_="the same command with a smaller --batch-size, or fewer processes",
         )
 
