@@ -71,7 +71,7 @@ def read_structure(graph: fx.Graph, root: nn.Module, dense: Sequence[str]) -> St
     dominator = _dominators(nodes)
     of_site = {str(n.target): n for n in nodes if n.op == "call_module"}
     layers = tuple(name for name in dense if name in of_site)
-    adds = [n for n in nodes if _is_residual(n)]
+    adds = [n for n in nodes if is_residual(n)]
     interiors = [_interior(dominator[add], add) for add in adds if dominator.get(add)]
     block_of = _blocks(root, adds, layers)
     main = _main_path(nodes, dominator)
@@ -114,7 +114,7 @@ def _is_activation(node: fx.Node) -> bool:
     return isinstance(node.meta.get(VALUE), Tensor) and node.op != "get_attr"
 
 
-def _is_residual(node: fx.Node) -> bool:
+def is_residual(node: fx.Node) -> bool:
     """An addition of two activations of which neither is a parameter."""
     is_add = (node.op == "call_function" and node.target in _ADDITIONS) or (
         node.op == "call_method" and node.target in ("add", "add_")

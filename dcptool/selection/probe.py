@@ -1,0 +1,172 @@
+"""What can be known of a layer from samples: moments of what it reads against what it should give.
+
+Walks the chain once: holds the features at the start of the present segment, for the dense
+network and for the one being pruned, and runs no further than asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from dcptool.network.base import Cut
+from dcptool.network.graph import ChannelGraph, Group
+from dcptool.selection.chain import Chain, Segment, run_segment
+from dcptool.selection.features import choose_positions, is_readable, rows_at, taps, values_at
+from dcptool.selection.gram import Moments
+from dcptool.selection.store import Room, Store
+from dcptool.selection.targets import Target, find_target, invert, norm_scale
+
+
+@dataclass
+class Probe:
+    """The present place in the chain and the features there."""
+
+    chain: Chain
+    graph: ChannelGraph
+    dense: nn.Module
+    current: nn.Module
+    cuts: dict[str, Cut]
+    room: Room
+    positions: int
+    seed: int
+    target: str
+    place: int = 0
+    dense_features: Store = field(init=False)
+    current_features: Store = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dense_features, self.current_features = Store(self.room), Store(self.room)
+
+    @property
+    def segment(self) -> Segment:
+        """The present segment."""
+        return self.chain.segments[self.place]
+
+    def begin(self, images: Sequence[Tensor], place: int) -> None:
+        """Compute the features at the start of segment `place` from the images."""
+        self.dense_features.clear()
+        self.current_features.clear()
+        self.place = place
+        for batch in images:
+            for root, store in (
+                (self.dense, self.dense_features),
+                (self.current, self.current_features),
+            ):
+                features = batch
+                for segment in self.chain.segments[:place]:
+                    features = run_segment(self.chain, segment, root, features)[segment.output]
+                store.add(features)
+
+    def advance(self) -> None:
+        """Go on to the next segment."""
+        for root, store in (
+            (self.dense, self.dense_features),
+            (self.current, self.current_features),
+        ):
+            after = Store(self.room)
+            for (features,) in store:
+                after.add(run_segment(self.chain, self.segment, root, features)[self.segment.output])
+            store.clear()
+            store.chunks = after.chunks
+        self.place += 1
+
+    def target_of(self, name: str) -> Target:
+        """Where the target of a layer of the present segment is read."""
+        return find_target(self.segment, self.chain.calls[name][0], self.current, self.target)
+
+    def moments(self, name: str, group: Group | None) -> Moments:
+        """Moments of one layer of the present segment; units are indices into the group."""
+        layer = self.current.get_submodule(name)
+        moments = Moments.empty(self.units(name, group), len(self.graph.sites[name].outputs))
+        for rows, targets in self._rows(name, layer):
+            moments.add(rows, targets)
+        return moments.mean()
+
+    def units(self, name: str, group: Group | None) -> Tensor:
+        """The unit of each column of a layer's rows; -1 for columns that stay."""
+        index = {unit: i for i, unit in enumerate(group.units)} if group is not None else {}
+        inputs = self.graph.sites[name].inputs.tolist()
+        columns = torch.tensor([index.get(unit, -1) for unit in inputs])
+        return columns.repeat_interleave(taps(self.current.get_submodule(name)))
+
+    def _rows(self, name: str, layer: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        target = self.target_of(name)
+        kept = self.cuts[name].outputs if name in self.cuts else None
+        draw = torch.Generator().manual_seed(self.seed)
+        for node in self.chain.calls[name]:
+            want = [node.all_input_nodes[0], node, *([target.other] if target.other else [])]
+            pairs = zip(self.current_features, self.dense_features, strict=True)
+            for (features,), (dense_features,) in pairs:
+                now = run_segment(self.chain, self.segment, self.current, features, want)
+                wanted = target.node if target.is_block else node
+                then = run_segment(self.chain, self.segment, self.dense, dense_features, [wanted])
+                at = choose_positions(now[node], self.positions, draw)
+                aim = values_at(then[wanted], at)
+                if kept is not None:
+                    aim = aim[:, list(kept)]
+                if target.other is not None:
+                    scale, shift = norm_scale(self.current, target.norm, aim.shape[1])
+                    aim = invert(aim - values_at(now[target.other], at), scale, shift)
+                yield rows_at(layer, now[want[0]], at), aim
+
+    def zeros(self, name: str, group: Group) -> Tensor | None:
+        """Share of zeros of each unit where `name` reads it; None if the activation has none."""
+        node = self.chain.calls[name][0].all_input_nodes[0]
+        counts = torch.zeros(len(group.units), dtype=torch.float64)
+        total = 0
+        inputs = self.graph.sites[name].inputs.tolist()
+        index = {unit: i for i, unit in enumerate(group.units)}
+        for (features,) in self.current_features:
+            seen = run_segment(self.chain, self.segment, self.current, features, [node])[node]
+            flat = seen.transpose(0, 1).flatten(1) if seen.dim() == 4 else seen.flatten(0, -2).T
+            share = (flat == 0).double().sum(1)
+            for channel, unit in enumerate(inputs):
+                if unit in index:
+                    counts[index[unit]] += share[channel]
+            total += flat.shape[1]
+        return counts / total if bool(counts.any()) else None
+
+    def readable(self, name: str) -> bool:
+        """Whether a layer can be solved for: a dense conv or linear, called in this segment."""
+        inside = all(node in self.segment.nodes for node in self.chain.calls[name])
+        return inside and is_readable(self.current.get_submodule(name))
+
+    def output_weights(self, name: str) -> Tensor:
+        """How much an error of each output weighs in what the target stands for."""
+        target = self.target_of(name)
+        outputs = len(self.graph.sites[name].outputs)
+        if not target.is_block:
+            return torch.ones(outputs, dtype=torch.float64)
+        return norm_scale(self.current, target.norm, outputs)[0].abs().double()
+
+    def weights(self, name: str) -> Tensor:
+        """Present weights of a layer as columns x outputs, the bias last."""
+        layer = self.current.get_submodule(name)
+        weight = layer.weight.detach().flatten(1).T.double()  # type: ignore[operator, union-attr]
+        bias = layer.bias
+        row = bias.detach().double() if isinstance(bias, Tensor) else weight.new_zeros(weight.shape[1])
+        return torch.cat([weight, row[None]])
+
+    def has_bias(self, name: str) -> bool:
+        """Whether a constant can be put somewhere: the layer's bias or the norm after it."""
+        layer = self.current.get_submodule(name)
+        return isinstance(layer.bias, Tensor) or self.target_of(name).norm is not None
+
+    def write(self, name: str, weights: Tensor) -> None:
+        """Put solved weights into the current network."""
+        layer = self.current.get_submodule(name)
+        with torch.no_grad():
+            layer.weight.copy_(weights[:-1].T.reshape(layer.weight.shape))  # type: ignore[operator, union-attr, arg-type]
+            if isinstance(layer.bias, Tensor):
+                layer.bias.copy_(weights[-1])
+            else:
+                norm = self.target_of(name).norm
+                if norm is not None:
+                    # A norm without its mean shifted by b gives what a bias of b would have.
+                    self.current.get_submodule(norm).running_mean.sub_(weights[-1])  # type: ignore[operator, union-attr]
+
+

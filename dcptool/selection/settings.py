@@ -1,0 +1,60 @@
+"""What the user asked of selection, as one value."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from dcptool.network.graph import ChannelGraph, Group
+from dcptool.selection.budget import kept_count
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Budget, rule and scope; `plan` (units kept by group) replaces rate and epsilon."""
+
+    rate: Fraction | None = None
+    epsilon: float | None = None
+    plan: Mapping[str, int] | None = None
+    rates: Mapping[str, Fraction] = field(default_factory=dict)
+    method: str = "dcp"
+    solver: str = "gram"
+    target: str = "block"
+    score: str = "drop"
+    discrimination: float = 1.0
+    samples: int = 512
+    positions: int = 64
+    scope: str = "paper"
+    prune_residual: bool = False
+    keep: tuple[str, ...] = ()
+    losses: int | None = None
+    ridge: float = 1e-4
+    cache_gb: float = 4.0
+    batch_size: int = 64
+    seed: int = 0
+
+    def groups(self, graph: ChannelGraph) -> list[Group]:
+        """The groups that are to be cut, in forward order."""
+        found = graph.open_groups(self.scope, self.prune_residual)
+        if self.plan is not None:
+            found = [g for g in graph.groups if g.name in self.plan and g.units]
+        return [g for g in found if not any(fnmatch.fnmatch(g.name, p) for p in self.keep)]
+
+    def kept(self, group: Group) -> int | None:
+        """How many units of a group stay; None when epsilon decides."""
+        if self.plan is not None:
+            return self.plan[group.name]
+        for pattern, rate in self.rates.items():
+            if fnmatch.fnmatch(group.name, pattern):
+                return kept_count(len(group.units), rate)
+        return None if self.rate is None else kept_count(len(group.units), self.rate)
+
+
+def stop_by_epsilon(losses: tuple[float, ...], epsilon: float) -> int:
+    """Units kept when the relative drop first falls to epsilon; losses start with no unit."""
+    for kept in range(1, len(losses)):
+        if abs(losses[kept - 1] - losses[kept]) / losses[0] <= epsilon:
+            return kept
+    return len(losses) - 1
