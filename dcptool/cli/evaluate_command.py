@@ -142,12 +142,14 @@ def command(
     if accuracy.per_class is not None:
         names = found.classes or tuple(str(i) for i in range(len(accuracy.per_class)))
         document["per_class"] = dict(zip(names, accuracy.per_class, strict=True))
-    emit("evaluate", document, _text(document), as_json=as_json)
+    failure = None
     if min_top1 is not None and accuracy.top1 < min_top1:
-        raise GateFailed(
+        failure = GateFailed(
             f"top-1 is {accuracy.top1:.2f} %, below {min_top1:g} %",
             why=f"{accuracy.images} {chosen.name} images of {found.source}",
+            try_="dcptool finetune, or a lower --min-top1",
         )
+    emit("evaluate", document, _text(document), as_json=as_json, failure=failure)
     return None
 
 
