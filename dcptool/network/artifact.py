@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save as safetensors_bytes
 from torch import nn
 
@@ -22,6 +23,7 @@ from dcptool.network import models
 from dcptool.network.base import Base, Cut, Input, Network
 from dcptool.network.manifest import Manifest, read_manifest, write_indices
 from dcptool.network.surgery import cut
+from dcptool.network.trace import meta_copy
 
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
@@ -125,6 +127,7 @@ def load(path: Path, *, factory: Callable[[], nn.Module] | None = None) -> Netwo
             f"{path} does not verify",
             why=f"{params:,} parameters, the manifest says {manifest.cost['params']:,}",
         )
+    _check_runs(module, manifest.input.size, path)
     return Network(
         module.eval(),
         manifest.base,
@@ -133,6 +136,15 @@ def load(path: Path, *, factory: Callable[[], nn.Module] | None = None) -> Netwo
         manifest.cuts,
         weights=f"artifact {path.name}",
     )
+
+
+def _check_runs(module: nn.Module, size: tuple[int, ...], path: Path) -> None:
+    """Widths must fit each other. Run without data, where a size in a manifest costs nothing."""
+    try:
+        with torch.no_grad():
+            meta_copy(module).eval()(torch.empty((1, *size), device="meta"))
+    except Exception as err:
+        raise InputError(f"{path} does not verify", why=f"its parts do not fit: {err}") from err
 
 
 def read(path: Path) -> Manifest:

@@ -63,6 +63,8 @@ def _parse(document: Mapping[str, Any]) -> Manifest:
     if set(entries) != {"model.safetensors"}:
         raise _Fault(f"files must name model.safetensors alone, not {sorted(entries)[:3]}")
     entry = _mapping(entries, "model.safetensors")
+    if _field(entry, "bytes", int) < 0:
+        raise _Fault("files: bytes must be a count")
     classes = document.get("classes")
     if classes is not None and not (
         isinstance(classes, list) and all(isinstance(c, str) for c in classes)
@@ -129,6 +131,8 @@ def _input(spec: Mapping[str, Any]) -> Input:
             isinstance(values, list) and len(values) == size[0] and all(_number(v) for v in values)
         ):
             raise _Fault(f"input.{key} must be a number for each channel")
+        if key == "std" and min(values) <= 0:
+            raise _Fault("input.std must be positive")
         statistics.append(tuple(float(v) for v in values))
     crop = spec.get("crop_pct", 1.0)
     if not (_number(crop) and 0 < crop <= 10):

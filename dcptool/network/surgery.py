@@ -33,6 +33,11 @@ class Proof:
     difference: float
     power: float
 
+    @property
+    def has_power(self) -> bool:
+        """Whether a wrong cut would have shown."""
+        return self.power > 0 and self.difference <= SHARE_OF_POWER * self.power
+
 
 def removed_units(graph: ChannelGraph, kept: Mapping[str, Iterable[int]]) -> set[int]:
     """Units that go when only the given unit indices of each named group stay."""
@@ -74,8 +79,8 @@ def cut(module: nn.Module, cuts: Mapping[str, Cut]) -> None:
             _set(module.get_submodule(owner), leaf, _take(target, kept.dim, kept.outputs))
             continue
         row = next((row for kind, row in _ROWS if isinstance(target, kind)), None)
-        if row is None:
-            row = _cut_channels if _channel_tensors(target) else None
+        if row is None and isinstance(target, nn.Module) and _channel_tensors(target):
+            row = _cut_channels
         if row is None:
             raise InputError(f"cannot cut {name}", why=f"{type(target).__name__} has no row")
         row(target, kept)
@@ -251,7 +256,7 @@ def prove(
 ) -> Proof:
     """Show on random weights that cutting `dead` equals masking it; raises GateFailed if not."""
     proof = _compare(module, graph, dead, input_size, torch.float32)
-    if not proof.difference <= TOLERANCE:
+    if not (proof.difference <= TOLERANCE and (not dead or proof.has_power)):
         # Badly conditioned networks magnify rounding; twice the digits tell that from an error.
         with suppress(RuntimeError):
             proof = _compare(module, graph, dead, input_size, torch.float64)
@@ -261,7 +266,7 @@ def prove(
             why=f"difference {proof.difference:.2g} of the largest output, limit {TOLERANCE:g}",
             try_="dcptool analyze, and please report the network's name",
         )
-    if dead and not proof.difference <= SHARE_OF_POWER * proof.power:
+    if dead and not proof.has_power:
         raise GateFailed(
             "the proof has no power: the mask hardly moved the output",
             why=f"moved {proof.power:.2g} of the largest output, difference {proof.difference:.2g}",
