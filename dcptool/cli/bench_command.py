@@ -112,6 +112,10 @@ def command(
     """
     if as_json + as_csv + as_markdown > 1:
         raise UsageError("--json, --csv and --markdown exclude each other")
+    if not targets:
+        from dcptool.pipeline import rundir
+
+        targets = (str(rundir.latest(runs_dir)),)
     from dcptool.deploy import bench, bench_table, bench_targets, machine, profile, session
 
     settings = bench.Settings(
@@ -126,11 +130,12 @@ def command(
         memory_bytes=int(onnx_memory * 2**30),
         denormal_as_zero=denormal_as_zero,
     )
-    if not targets:
-        from dcptool.pipeline import rundir
-
-        targets = (str(rundir.latest(runs_dir)),)
     with bench_targets.resolved(targets, baseline, model) as (entries, reference):
+        if min_speedup is not None and reference is None:
+            raise UsageError(
+                "--min-speedup needs something to compare with",
+                try_="name two targets, or --baseline TARGET",
+            )
         noise = machine.disturbance()
         if noise:
             console.warn(noise)
@@ -179,8 +184,6 @@ def _torch_rows(entries: Any, settings: Any) -> list[dict[str, object]]:
 def _gate(document: dict[str, Any], limit: float | None) -> GateFailed | None:
     if limit is None:
         return None
-    if not document["speedup"]:
-        raise UsageError("--min-speedup needs something to compare with", try_="name two targets")
     worst = min(document["speedup"], key=lambda entry: entry["ratio"])
     ok = worst["ratio"] >= limit
     document["gates"] = [{"name": "speedup", "limit": limit, "value": worst["ratio"], "ok": ok}]

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from dcptool import console
+from dcptool import console, files
 from dcptool.cli.app import emit
 from dcptool.cli.options import data_options, model_options, output_options, runs_option
 from dcptool.errors import UsageError
@@ -121,18 +121,32 @@ def command(
     """
     if not as_int8 and (int8_skip or max_accuracy_drop is not None):
         raise UsageError("--int8-skip and --max-accuracy-drop are for --int8", try_="add --int8")
-    from dcptool.deploy import export as exporting
-    from dcptool.deploy import int8, targets
+    if as_int8 and fp16:
+        raise UsageError("--int8 and --fp16 exclude each other")
     from dcptool.pipeline import rundir
 
+    # All that can be wrong with the command line, before a library is loaded.
     target = target or str(rundir.latest(runs_dir))
+    if Path(target).is_file():
+        raise UsageError(
+            f"{target} is a file, not a model or an artifact",
+            try_="dcptool export MODEL --checkpoint FILE for a file of weights",
+        )
     artifact = Path(target).is_dir()
     path = _output(target, onnx_file, artifact)
+    with_onnx = onnx_file is not None or not safetensors
+    for wanted in (path if with_onnx else None, safetensors):
+        if wanted:
+            files.require_new(wanted, force=force)
+
+    from dcptool.deploy import export as exporting
+    from dcptool.deploy import int8, targets
+
     network = targets.open_network(target, **model)
     document: dict[str, Any] = {}
     if safetensors:
         document["safetensors"] = targets.publish_weights(network, safetensors, force=force)
-    if onnx_file is not None or not safetensors:
+    if with_onnx:
         settings = int8.Settings(
             calibration,
             tuple(name.strip() for name in int8_skip.split(",") if name.strip()),
@@ -169,12 +183,10 @@ def command(
 
 
 def _output(target: str, onnx_file: str | None, artifact: bool) -> Path:
-    from dcptool.deploy import targets
-
     if onnx_file:
         path = Path(onnx_file)
     elif artifact:
-        path = Path(target) / targets.EXPORT_FILE
+        path = Path(target) / "model.onnx"
     else:
         path = Path(target.replace(":", "_").replace("/", "_") + ".onnx")
     if path.suffix != ".onnx":

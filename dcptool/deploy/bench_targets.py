@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dcptool import console
+from dcptool import console, files
+from dcptool.deploy import onnx_scan
 from dcptool.deploy.bench import Entry
+from dcptool.deploy.onnx_graph import metadata
 from dcptool.errors import InputError, UsageError
 
 MANIFEST = "manifest.json"
@@ -80,13 +82,23 @@ def _newest_export(folder: Path) -> Path:
     """The newest .onnx of an artifact that is not its dense network; exported when missing."""
     found = [path for path in folder.glob("*.onnx") if path.name != DENSE_FILE]
     if found:
-        return max(found, key=lambda path: path.stat().st_mtime_ns)
+        newest = max(found, key=lambda path: path.stat().st_mtime_ns)
+        _warn_when_stale(newest, folder)
+        return newest
     from dcptool.deploy import export, targets
 
     console.note(f"exporting {folder} to {folder / EXPORT_FILE}")
     network = targets.open_network(str(folder))
     result = export.export(network, folder / EXPORT_FILE, facts=targets.facts_of(folder))
     return result.file
+
+
+def _warn_when_stale(path: Path, folder: Path) -> None:
+    """Say so when the artifact has changed since the file was exported from it."""
+    stored = metadata(onnx_scan.scan(path).proto).get("artifact_sha256")
+    manifest = files.read_bytes(folder / MANIFEST, what="manifest", limit=files.MANIFEST_LIMIT)
+    if stored is not None and stored != files.sha256(manifest):
+        console.warn(f"{path} was exported from an earlier state of {folder}; export it again")
 
 
 def dense_entry(folder: Path) -> Entry:

@@ -64,7 +64,7 @@ def open_onnx(path: Path, *, threads: int = 0, img_size: int | None = None) -> O
         if missing:
             batch = np.concatenate([batch, np.zeros((missing, *batch.shape[1:]), batch.dtype)])
         scores = torch.from_numpy(session.run(None, {feed.name: batch})[0])[: len(images)].float()
-        return scores.clamp_min(1e-12).log() if is_probability else scores
+        return scores.clamp_min(1e-38).log() if is_probability else scores
 
     base = Base("onnx", path.name, count)
     network = Network(torch.nn.Identity(), base, seen, tuple(classes) if classes else None)

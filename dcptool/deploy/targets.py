@@ -9,20 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from dcptool import files
-from dcptool.errors import UsageError
 from dcptool.network import artifact, models
 from dcptool.network.models import Network
-
-EXPORT_FILE = "model.onnx"
 
 
 def open_network(target: str, **model_options: Any) -> Network:
     """The network of an artifact folder or of a model name."""
-    if Path(target).is_file():
-        raise UsageError(
-            f"{target} is a file, not a model or an artifact",
-            try_="dcptool export MODEL --checkpoint FILE for a file of weights",
-        )
     return artifact.open_target(target, **model_options)
 
 

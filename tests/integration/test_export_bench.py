@@ -18,7 +18,7 @@ from dcptool.network import artifact, models
 from dcptool.pipeline import rundir
 
 MODEL = ("zoo:resnet20_a", "--no-pretrained")
-QUICK = ("-b", "1", "--threads", "1", "--iterations", "20")
+QUICK = ("-b", "1", "--threads", "1", "--iterations", "20", "--duration", "0.5")
 
 
 def dcptool(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -152,6 +152,7 @@ def test_plain_weights(tmp_path: Path) -> None:
         (("bench", "zoo:resnet20_a", "--no-pretrained", "--provider", "tensorrt"), 5),
         (("bench", "bad.onnx", "--json", "--csv"), 2),
         (("bench", "bad.onnx", "--torch"), 2),
+        (("bench", "bad.onnx", "--min-speedup", "2"), 2),
         (("export", *MODEL, "--onnx", "m.txt"), 2),
         (("export", *MODEL, "--int8-skip", "auto"), 2),
         (("export", *MODEL, "--int8", "--fp16"), 2),
