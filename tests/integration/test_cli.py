@@ -104,10 +104,13 @@ def test_traceback_only_with_debug(dcptool):
     assert "Traceback" not in dcptool("frobnicate").stderr
 
 
-def test_env(dcptool):
-    seen = dcptool(
-        "env", "--json", "-v", env={"HF_TOKEN": "hf_secret", "http_proxy": "http://u:pw@h:1"}
-    )
+def test_env(dcptool, tmp_path):
+    secrets = {"HF_TOKEN": "hf_secret", "http_proxy": "http://u:pw@h:1"}
+    (tmp_path / "home").mkdir()
+    bare = {"HOME": str(tmp_path / "home"), "CI": "", "XDG_CACHE_HOME": ""}
+    seen = dcptool("env", "--json", "-v", env={**secrets, **bare})
+    # No device number, no database of a library that reports to its makers.
+    assert [path for path in (tmp_path / "home").rglob("*") if path.is_file()] == []
     assert seen.returncode == 0
     document = json.loads(seen.stdout)
     assert document["command"] == "env"
