@@ -48,7 +48,9 @@ def watch() -> Iterator[Flag]:
     if threading.current_thread() is not threading.main_thread():
         yield flag
         return
-    before: dict[int, Any] = {number: signal.signal(number, flag.set) for number in WATCHED}
+    # A signal that is ignored, as under nohup, stays so.
+    watched = [number for number in WATCHED if signal.getsignal(number) != signal.SIG_IGN]
+    before: dict[int, Any] = {number: signal.signal(number, flag.set) for number in watched}
     try:
         yield flag
     finally:

@@ -1,0 +1,34 @@
+"""Signals ask a run to end; one that the caller ignores stays ignored."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from dcptool.errors import Interrupted
+from dcptool.training.signals import watch
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_first_sets_a_flag_second_ends(number):
+    before = signal.getsignal(number)
+    with watch() as flag:
+        os.kill(os.getpid(), number)
+        assert flag.number == number
+        with pytest.raises(Interrupted) as caught:
+            os.kill(os.getpid(), number)
+    assert caught.value.code == 128 + number
+    assert signal.getsignal(number) == before
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with watch() as flag:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert flag.number == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
