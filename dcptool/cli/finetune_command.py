@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import click
@@ -198,7 +200,7 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
                 fresh=fresh,
                 reestimate=options["reestimate_norms"],
                 min_top1=options["min_top1"],
-                lineage=_lineage(target, network),
+                lineage=_lineage(target, network, folder),
                 resume_command=f"dcptool finetune --resume {shlex.quote(str(folder))}",
             ),
             folder,
@@ -235,10 +237,15 @@ def _teacher(options: dict[str, Any], target: str, network: Any) -> Any:
         )
         return found.module
     if artifact.is_artifact(target):
-        dense = artifact.read(Path(target)).lineage.get("dense")
-        path = Path(str(dense.get("checkpoint"))) if isinstance(dense, dict) else None
-        if path is not None and path.is_file():
-            return models.load(str(network.base), checkpoint=path, offline=True).module
+        path = _dense_weights(target, artifact.read(Path(target)).lineage)
+        if path is not None:
+            return models.load(
+                str(network.base),
+                checkpoint=path,
+                num_classes=network.base.num_classes,
+                img_size=network.input.size[1],
+                offline=True,
+            ).module
     if options["kd"]:
         raise UsageError(
             "--kd needs the dense weights",
@@ -263,7 +270,17 @@ def _folder(options: dict[str, Any], resume: Path | None, target: str) -> Path:
     return rundir.new_run(options["runs_dir"], f"{stem}-finetune")
 
 
-def _lineage(target: str, network: Any) -> dict[str, Any]:
+def _dense_weights(target: str, lineage: Mapping[str, Any]) -> Path | None:
+    """The dense weights that an artifact keeps beside itself, or its parent run does."""
+    dense = lineage.get("dense")
+    name = PurePosixPath(str(dense.get("checkpoint"))) if isinstance(dense, dict) else None
+    if name is None or name.is_absolute() or name.parts[:-1].count("..") > 1 or len(name.parts) > 3:
+        return None
+    path = Path(target) / name
+    return path if path.is_file() else None
+
+
+def _lineage(target: str, network: Any, folder: Path) -> dict[str, Any]:
     from dcptool import files
     from dcptool.network import artifact
 
@@ -272,6 +289,10 @@ def _lineage(target: str, network: Any) -> dict[str, Any]:
     before = dict(artifact.read(Path(target)).lineage)
     data = files.read_bytes(Path(target) / artifact.MANIFEST, what="manifest")
     parent = {"name": Path(target).resolve().name, "manifest_sha256": files.sha256(data)}
+    weights = _dense_weights(target, before)
+    if weights is not None:
+        near = os.path.relpath(weights.resolve(), folder.resolve())
+        before["dense"] = {**before["dense"], "checkpoint": near}
     return {**before, "parent": parent}
 
 

@@ -114,6 +114,15 @@ class Store:
         judge(self.bad, self.skip_bad)
 
 
+def all_bad(images: ImageSet) -> InputError:
+    """A step without images has no gradient, and ranks would fall out of step."""
+    return InputError(
+        f"every image of a batch of {images.name} cannot be read",
+        why="\n".join(list(images.store.bad.values())[:10]),
+        try_="repair or remove them, or a larger --batch-size",
+    )
+
+
 def judge(bad: dict[int, str], limit: int) -> None:
     """Raise when more images are bad than may be skipped."""
     if len(bad) <= limit:
@@ -224,7 +233,7 @@ class Batches:
             if store.bad:
                 good = numpy.array([n not in store.bad for n in numbers.tolist()])
                 if not good.any():
-                    continue
+                    raise all_bad(self.images)
                 raw, labels = raw[torch.from_numpy(good)], labels[torch.from_numpy(good)]
                 positions = positions[good]
             if shift is not None:
@@ -303,6 +312,8 @@ def loader(
     """
     if not len(images):
         raise InputError(f"there are no {images.name} images")
+    if train and len(images) < dist.world:
+        raise InputError(f"{len(images)} {images.name} images for {dist.world} processes")
     if workers is None:
         workers = min(4, len(os.sched_getaffinity(0)))
     return Batches(images, batch_size, train, seed, workers, dist, device)

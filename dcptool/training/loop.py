@@ -35,6 +35,7 @@ from dcptool.training.schedule import Schedule
 Vary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Validate = Callable[[nn.Module, Callable[[], bool]], Accuracy]
 GPU_CHECK_EVERY = 20
+MEASURED_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,10 @@ class _Fit:
         state, run = self.state, self.run
         self._restore()
         if state.channels_last is None:
-            chosen = choose_layout(self.model, self.batches, run.channels_last)
+            wish = run.channels_last
+            if wish == "auto" and self.schedule.steps < MEASURED_STEPS:
+                wish = "off"  # measuring would cost more than it can win
+            chosen = choose_layout(self.model, self.batches, wish)
             state.channels_last = self.dist.broadcast(chosen)
         apply_layout(self.model, state.channels_last)
         if self.ema is not None:

@@ -68,7 +68,8 @@ def ending(try_: str = "") -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before: dict[int, Any] = {number: signal.signal(number, end) for number in WATCHED}
+    watched = [number for number in WATCHED if signal.getsignal(number) != signal.SIG_IGN]
+    before: dict[int, Any] = {number: signal.signal(number, end) for number in watched}
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dcptool.errors import EnvironmentFault
 from dcptool.training.images import BadImage
-from dcptool.training.loader import ImageSet, evaluation_transform, judge, seed_all
+from dcptool.training.loader import ImageSet, all_bad, evaluation_transform, judge, seed_all
 from dcptool.training.loader import training_transform as make_training_transform
 
 Item = tuple[int, Tensor | str, int]
@@ -90,8 +90,9 @@ def read_in_workers(
                     store.bad[number] = pixels
             judge(store.bad, store.skip_bad)
             good = [(pixels, label) for _, pixels, label in items if isinstance(pixels, Tensor)]
-            if good:
-                yield torch.stack([p for p, _ in good]), torch.tensor([label for _, label in good])
+            if not good:
+                raise all_bad(images)
+            yield torch.stack([p for p, _ in good]), torch.tensor([label for _, label in good])
     except (RuntimeError, OSError, EOFError) as err:
         raise worker_fault(err, workers) from err
     finally:
