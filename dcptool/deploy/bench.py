@@ -21,7 +21,8 @@ from dcptool.deploy.onnx_graph import metadata
 from dcptool.deploy.parity import Array
 from dcptool.deploy.session import cores, feed_of, open_session
 
-SESSIONS = 5
+# Few sessions make the interval too narrow: each is one draw of how memory came to lie.
+SESSIONS = 8
 
 
 @dataclass(frozen=True)
