@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -350,11 +349,3 @@ def training_transform(seen: Input, augment: Augment) -> Any:
         mean=seen.mean,
         std=seen.std,
     )
-
-
-def seed_all(*numbers: int) -> None:
-    """Seed every generator that a transform, a dropout or a mixup may draw from."""
-    value = int(numpy.random.SeedSequence(numbers).generate_state(1)[0])
-    random.seed(value)
-    numpy.random.seed(value)
-    torch.manual_seed(value)

@@ -10,71 +10,30 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
 from dcptool import console
 from dcptool.errors import GateFailed, Interrupted
 from dcptool.training import signals
-from dcptool.training.checkpoint import Checkpoints
 from dcptool.training.dist import SINGLE, Dist
-from dcptool.training.evaluate import Accuracy, Stopped
+from dcptool.training.evaluate import Stopped
 from dcptool.training.layout import apply_layout, choose_layout
-from dcptool.training.loader import Batches, seed_all
+from dcptool.training.loader import Batches
 from dcptool.training.losses import Loss
-from dcptool.training.metrics import Metrics
-from dcptool.training.optimizers import Optimizer
+from dcptool.training.meter import Meter
+from dcptool.training.randomness import kept_random_state, seed_all
+from dcptool.training.run import Fitted, Run, Validate, Vary
 from dcptool.training.schedule import Schedule
 
-Vary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-Validate = Callable[[nn.Module, Callable[[], bool]], Accuracy]
+__all__ = ["Fitted", "Run", "Validate", "Vary", "fit"]
+
 GPU_CHECK_EVERY = 20
 MEASURED_STEPS = 100
-
-
-@dataclass(frozen=True)
-class Run:
-    """Everything about a fit that is neither network, data, loss nor learning rate."""
-
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    device: str = "cpu"
-    seed: int = 0
-    amp: torch.dtype | None = None
-    clip_grad: float | None = None
-    ema_decay: float | None = None
-    channels_last: str = "auto"
-    norms: str = "train"
-    vary: Vary | None = None
-    validate: Validate | None = None
-    validate_every: int = 1
-    validate_first: bool = False
-    keep_best: bool = True
-    checkpoints: Checkpoints | None = None
-    metrics: Metrics | None = None
-    log_every: int = 10
-    max_time_s: float | None = None
-    title: str = "train"
-    resume_command: str = ""
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """What a fit did."""
-
-    steps: int
-    epochs: float
-    seconds: float
-    images_per_second: float
-    last_loss: float
-    best_top1: float | None
-    channels_last: bool
-    ended_by: str
 
 
 @dataclass
@@ -101,19 +60,8 @@ def fit(
     finite. With `validate` and `keep_best` the best weights are the ones that stay.
     """
     run = run or Run()
-    with _kept_random_state(), signals.watch() as flag:
+    with kept_random_state(), signals.watch() as flag:
         return _Fit(model, batches, losses, schedule, run, dist, flag).go()
-
-
-@contextmanager
-def _kept_random_state() -> Iterator[None]:
-    """Give the caller's generators back as they were."""
-    state, array_state = torch.get_rng_state(), numpy.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        numpy.random.set_state(array_state)
 
 
 class _Fit:
@@ -139,10 +87,7 @@ class _Fit:
         )
         self.state = _State()
         self.began = time.monotonic()
-        self.loss_sum = torch.zeros((), device=run.device)
-        self.right = torch.zeros((), device=run.device)
-        self.seen = 0
-        self.since_log = [0, time.monotonic()]
+        self.meter = Meter(run.device)
         self.last_loss = math.nan
         self.ended_by = "schedule"
         self.images_done = 0
@@ -233,11 +178,9 @@ class _Fit:
             self._update()
             total = value if total is None else total + value
             if scores is not None and len(scores) == len(labels):
-                self.right += (scores.detach().argmax(1) == labels).sum()
-                self.seen += len(labels)
+                self.meter.count(scores, labels)
         assert total is not None
-        self.loss_sum += total
-        self.since_log[0] += 1
+        self.meter.add(total)
         if self.ema is not None:
             _follow(self.ema, self.model, float(run.ema_decay or 0))
         return stop
@@ -347,32 +290,25 @@ class _Fit:
             )
 
     def _log(self) -> None:
-        steps, since = self.since_log
-        if not steps:
+        meter, state, run = self.meter, self.state, self.run
+        if not meter.steps:
             return
-        state, run = self.state, self.run
-        loss = float(self.loss_sum) / steps
-        self._require_finite(loss)
-        self.last_loss = loss
-        accuracy = 100 * float(self.right) / self.seen if self.seen else None
-        now = time.monotonic()
-        images = steps * self.batches.batch_size * self.dist.world
+        self.last_loss = meter.loss()
+        self._require_finite(self.last_loss)
+        images_per_step = self.batches.batch_size * self.dist.world
         if run.metrics is not None and self.dist.is_writer:
             run.metrics.write(
                 {
                     "step": state.step,
                     "epoch": state.step / len(self.batches),
                     "lr": self.schedule.at(state.step - 1),
-                    "loss": loss,
-                    "train_top1": accuracy,
-                    "images_per_second": images / max(now - since, 1e-9),
+                    "loss": self.last_loss,
+                    "train_top1": meter.top1(),
+                    "images_per_second": meter.steps_per_second() * images_per_step,
                     "seconds": self._elapsed(),
                 }
             )
-        self.loss_sum.zero_()
-        self.right.zero_()
-        self.seen = 0
-        self.since_log = [0, now]
+        meter.clear()
 
     def _status(self) -> str:
         speed = self.images_done * self.dist.world / max(self.busy_s, 1e-9)
@@ -405,7 +341,7 @@ class _Fit:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "ema": self.ema.state_dict() if self.ema is not None else None,
-            "log": [self.loss_sum, self.right, self.seen, self.since_log[0]],
+            "meter": self.meter.state(),
         }
         self.run.checkpoints.save(tree)
 
@@ -427,9 +363,7 @@ class _Fit:
         self.scaler.load_state_dict(found["scaler"])
         if self.ema is not None:
             self.ema.load_state_dict(found["ema"])
-        loss_sum, right, self.seen, self.since_log[0] = found["log"]
-        self.loss_sum.copy_(loss_sum)
-        self.right.copy_(right)
+        self.meter.restore(found["meter"])
         if self.run.metrics is not None and self.dist.is_writer:
             self.run.metrics.rewind(state.step)
         console.note(f"resumed at step {state.step} of {self.schedule.steps}")

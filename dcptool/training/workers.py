@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from dcptool.errors import EnvironmentFault
 from dcptool.training.images import BadImage
-from dcptool.training.loader import ImageSet, all_bad, evaluation_transform, judge, seed_all
+from dcptool.training.loader import ImageSet, all_bad, evaluation_transform, judge
 from dcptool.training.loader import training_transform as make_training_transform
+from dcptool.training.randomness import kept_random_state, seed_all
 
 Item = tuple[int, Tensor | str, int]
 
@@ -46,9 +47,12 @@ class _Reader(Dataset[Item]):
             image = store.source.read(number, store.mode)
         except BadImage as err:
             return number, f"{err.where}: {err.why}", -1
-        if self.varied:
+        label = int(self.images.labels[position])
+        if not self.varied:
+            return number, torch.as_tensor(self.transform(image)), label
+        with kept_random_state():
             seed_all(self.seed, self.epoch, number)
-        return number, torch.as_tensor(self.transform(image)), int(self.images.labels[position])
+            return number, torch.as_tensor(self.transform(image)), label
 
 
 def _keep(items: list[Item]) -> list[Item]:
@@ -74,7 +78,6 @@ def read_in_workers(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of bytes and labels in the given order; skipped images make a batch smaller."""
     reader = _Reader(images, epoch, seed, train=train)
-    state = (torch.get_rng_state(), numpy.random.get_state()) if not workers else None
     batches: DataLoader[Item] = DataLoader(
         reader,
         batch_sampler=[positions.tolist() for positions in order],
@@ -95,10 +98,6 @@ def read_in_workers(
             yield torch.stack([p for p, _ in good]), torch.tensor([label for _, label in good])
     except (RuntimeError, OSError, EOFError) as err:
         raise worker_fault(err, workers) from err
-    finally:
-        if state is not None:
-            torch.set_rng_state(state[0])
-            numpy.random.set_state(state[1])
 
 
 def worker_fault(err: Exception, workers: int) -> EnvironmentFault:
