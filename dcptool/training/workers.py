@@ -107,7 +107,11 @@ def worker_fault(err: Exception, workers: int) -> EnvironmentFault:
         what = "no shared memory for data workers (/dev/shm is full)"
     elif "Too many open files" in text or "open files" in text:
         what = "too many open files for data workers (ulimit -n)"
-    elif "killed by signal" in text or isinstance(err, (ConnectionError, EOFError)):
+    elif (
+        "killed by signal" in text
+        or "exited unexpectedly" in text
+        or isinstance(err, (ConnectionError, EOFError))
+    ):
         what = "a data worker died, maybe out of memory"
     else:
         what = f"reading images in {workers} workers failed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import tarfile
 import time
 import zlib
@@ -14,14 +15,14 @@ import pytest
 import torch
 from PIL import Image
 
-from dcptool.errors import InputError, UsageError
+from dcptool.errors import EnvironmentFault, InputError, UsageError
 from dcptool.network.models import Base, Input, Network
 from dcptool.training import images
 from dcptool.training.classes import check_classes, reset_head
 from dcptool.training.data import DataSpec, held_out_split, open_data, samples, small_size
 from dcptool.training.dist import Dist
 from dcptool.training.images import BadImage
-from dcptool.training.loader import Augment, loader
+from dcptool.training.loader import Augment, ImageSet, Store, loader
 
 
 def network(classes: int = 2, size: int = 16, names: tuple[str, ...] | None = None) -> Network:
@@ -361,3 +362,35 @@ def test_shards_are_read_by_number(folder: Path, tmp_path: Path) -> None:
 def test_torchvision_folders_by_name(folder: Path) -> None:
     data = open_data(DataSpec(dataset="torch/image_folder", data_dir=folder), network())
     assert len(data.test or ()) == 6
+
+
+class Deadly:
+    """A source that takes its worker process with it."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def read(self, number: int, mode: str) -> Image.Image:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    def name(self, number: int) -> str:
+        return "deadly"
+
+
+def test_a_dead_worker_is_the_machines_fault() -> None:
+    store = Store(Deadly(), Input((3, 128, 128), (0.5,) * 3, (0.5,) * 3))
+    whole = ImageSet("train", store, numpy.arange(8), numpy.zeros(8, dtype=numpy.int64))
+    batches = loader(whole, 4, train=True, workers=1)
+    with pytest.raises(EnvironmentFault, match="worker died") as caught:
+        list(batches)
+    assert "--workers 0" in caught.value.try_
+
+
+def test_an_image_that_vanishes_is_named(folder: Path) -> None:
+    data = open_data(DataSpec(data_dir=folder), network())
+    (folder / "test" / "cat" / "01.png").unlink()
+    batches = loader(data.test, 8)
+    with pytest.raises(InputError) as caught:
+        list(batches)
+    assert "01.png: No such file" in caught.value.why
