@@ -28,7 +28,7 @@ from dcptool.network.rules import (
     tensors_in,
 )
 from dcptool.network.structure import Structure, read_structure
-from dcptool.network.trace import VALUE, trace
+from dcptool.network.trace import VALUE, meta_copy, trace
 
 DENSE = ("conv", "linear")
 # A per-channel parameter is a vector; a label for each element of a matrix would cost seconds.
@@ -293,12 +293,13 @@ def _confirm(graph: ChannelGraph, module: nn.Module, input_size: tuple[int, ...]
     from dcptool.network.surgery import fits
 
     free = [g for g in graph.groups if g.status != "locked"]
-    if not free or fits(graph, free, module, input_size):
+    trial = meta_copy(module).eval()
+    if not free or fits(graph, free, trial, input_size):
         return graph
     culprits: set[str] = set()
 
     def search(candidates: list[Group]) -> None:
-        if fits(graph, candidates, module, input_size):
+        if fits(graph, candidates, trial, input_size):
             return
         if len(candidates) == 1:
             culprits.add(candidates[0].name)

@@ -43,20 +43,15 @@ class Ties:
     def roots(self, labels: Tensor) -> Tensor:
         """Replace each label by the representative of its unit; negative ones stay."""
         flat = labels.numpy()
-        found = np.where(flat >= 0, flat, 0)
-        while True:
-            above = self._parent[found] if self.count else found
-            if np.array_equal(above, found):
-                break
-            found = above
+        found = self._climb(np.where(flat >= 0, flat, 0))
         return torch.from_numpy(np.where(flat >= 0, found, flat))
 
-    def _find(self, label: int) -> int:
-        parent = self._parent
-        while parent[label] != label:
-            parent[label] = parent[parent[label]]
-            label = int(parent[label])
-        return label
+    def _climb(self, found: IntArray) -> IntArray:
+        while True:
+            above = self._parent[found]
+            if np.array_equal(above, found):
+                return found
+            found = above
 
     def join(self, first: Tensor, second: Tensor, *, added_at: str = "") -> None:
         """Tie two label tensors of equal shape element by element.
@@ -68,17 +63,27 @@ class Ties:
         differ = first != second
         # One number for each pair: sorting numbers is far cheaper than sorting rows.
         packed = torch.unique((first[differ] << 32) + (second[differ] & 0xFFFFFFFF))
-        others = (packed & 0xFFFFFFFF).to(torch.int32).tolist()
-        for one, other in zip((packed >> 32).tolist(), others, strict=True):
-            if one < 0 and other < 0:
-                continue
-            if one < 0 or other < 0:
-                self._freeze_root(self._find(max(one, other)), self.reasons[-1 - min(one, other)])
-                continue
-            keep, drop = sorted((self._find(one), self._find(other)))
-            if keep == drop:
-                continue
-            self._parent[drop] = keep
+        one = self.roots(packed >> 32).numpy()
+        other = self.roots((packed & 0xFFFFFFFF).to(torch.int32).long()).numpy()
+        low, high = np.minimum(one, other), np.maximum(one, other)
+        is_fixed = low < 0
+        for fixed, root in {*zip(low[is_fixed].tolist(), high[is_fixed].tolist(), strict=True)}:
+            if root >= 0:
+                self._freeze_root(root, self.reasons[-1 - fixed])
+        self._unite(low[~is_fixed], high[~is_fixed], added_at)
+
+    def _unite(self, low: IntArray, high: IntArray, added_at: str) -> None:
+        """Join pairs of roots, all at once: each root takes its smallest partner as parent."""
+        touched = np.unique(high[low != high])
+        while True:
+            open_pairs = low != high
+            if not open_pairs.any():
+                break
+            low, high = low[open_pairs], high[open_pairs]
+            np.minimum.at(self._parent, high, low)
+            low, high = self._climb(low), self._climb(high)
+            low, high = np.minimum(low, high), np.maximum(low, high)
+        for drop, keep in zip(touched.tolist(), self._climb(touched).tolist(), strict=True):
             for reason in self._frozen.pop(drop, ()):
                 self._freeze_root(keep, reason)
             place = self._added.pop(drop, "") or added_at

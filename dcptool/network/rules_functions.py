@@ -173,6 +173,12 @@ def roll(flow: Flow, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return moved_labels
 
 
+@rule("reshape_as", "view_as")
+def reshape_as(flow: Flow, labels: Tensor, other: Tensor) -> Tensor:
+    """Takes its sizes from a tensor, so that they follow a cut."""
+    return respread(flow.ties, labels.reshape(flow.shape()))
+
+
 @rule("view", "reshape", torch.reshape, "unflatten", torch.unflatten)
 def reshape(flow: Flow, labels: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:
     """Splits and merges dimensions; a dimension of literal size is kept whole by ties."""

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from dcptool.errors import GateFailed, InputError
 from dcptool.network.graph import ChannelGraph, Group
 from dcptool.network.models import Cut
-from dcptool.network.trace import meta_copy
 
 TOLERANCE = 1e-4
 # A difference must be small beside what the mask itself moved, or the proof proves nothing.
@@ -53,7 +53,8 @@ def removed_units(graph: ChannelGraph, kept: Mapping[str, Iterable[int]]) -> set
 
 def plan_cuts(graph: ChannelGraph, dead: set[int]) -> dict[str, Cut]:
     """Kept indices of every site that the removal of `dead` units changes."""
-    gone = np.fromiter(dead, dtype=np.int64, count=len(dead))
+    gone = np.zeros(max(dead, default=0) + 1, dtype=bool)
+    gone[list(dead)] = True
     cuts: dict[str, Cut] = {}
     for site in graph.sites.values():
         inputs, outputs = _kept(site.inputs, gone), _kept(site.outputs, gone)
@@ -63,7 +64,8 @@ def plan_cuts(graph: ChannelGraph, dead: set[int]) -> dict[str, Cut]:
 
 
 def _kept(units: np.ndarray, gone: np.ndarray) -> tuple[int, ...] | None:
-    stay = ~np.isin(units, gone)
+    """Indices of units that stay; none when all do. Units beyond the table are not gone."""
+    stay = (units < 0) | (units >= len(gone)) | ~gone[np.clip(units, 0, len(gone) - 1)]
     return None if stay.all() else tuple(np.flatnonzero(stay).tolist())
 
 
@@ -197,18 +199,36 @@ def mask(module: nn.Module, graph: ChannelGraph, dead: set[int]) -> None:
 
 
 def fits(
-    graph: ChannelGraph, groups: Sequence[Group], module: nn.Module, input_size: tuple[int, ...]
+    graph: ChannelGraph, groups: Sequence[Group], trial: nn.Module, input_size: tuple[int, ...]
 ) -> bool:
-    """Whether the network's code still runs when every second unit of `groups` is gone."""
-    trial = meta_copy(module).eval()
-    dead = {unit for group in groups for unit in group.units[1::2]}
+    """Whether the network's code still runs when every second unit of `groups` is gone.
+
+    `trial` is a copy without data; it is cut, run and put back as it was.
+    """
+    cuts = plan_cuts(graph, {unit for group in groups for unit in group.units[1::2]})
+    before = [(owner, _state(owner)) for owner in {_owner(trial, name) for name in cuts}]
     try:
-        cut(trial, plan_cuts(graph, dead))
+        cut(trial, cuts)
         with torch.no_grad():
             trial(torch.empty((1, *input_size), device="meta"))
     except Exception:  # noqa: BLE001, RUF100 - any error in foreign code means that it does not fit
         return False
+    finally:
+        for owner, state in before:
+            owner.__dict__.clear()
+            owner.__dict__.update(state)
     return True
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module:
+    parent = module.get_submodule(name.rpartition(".")[0])
+    target = getattr(parent, name.rpartition(".")[2])
+    return target if isinstance(target, nn.Module) else parent
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    own = dict(module.__dict__)
+    return {**own, "_parameters": dict(own["_parameters"]), "_buffers": dict(own["_buffers"])}
 
 
 def randomise(module: nn.Module, seed: int = 0) -> None:

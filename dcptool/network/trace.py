@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,23 @@ def meta_copy(module: nn.Module) -> nn.Module:
             if isinstance(tensor, nn.Parameter)
             else empty
         )
-    return copy.deepcopy(module, memo)
+    copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
+        if isinstance(part, nn.RNNBase):
+            # Without data torch would run it step by step in Python, for seconds.
+            part.forward = partial(_shape_of_recurrence, part)
+    return copied
+
+
+def _shape_of_recurrence(layer: nn.RNNBase, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+    """What a recurrent layer returns, as shapes."""
+    directions = 2 if layer.bidirectional else 1
+    width = layer.proj_size or layer.hidden_size
+    batch = [] if x.dim() == 2 else [x.shape[0 if layer.batch_first else 1]]
+    last = x.new_empty([layer.num_layers * directions, *batch, width])
+    cell = x.new_empty([layer.num_layers * directions, *batch, layer.hidden_size])
+    output = x.new_empty([*x.shape[:-1], width * directions])
+    return output, (last, cell) if layer.mode == "LSTM" else last
 
 
 def trace(
@@ -104,6 +121,7 @@ class _Tracer(fx.Tracer):
         name = self.path_of_module(m)
         if self.is_leaf_module(m, name) or name in self.opaque:
             return self.create_proxy("call_module", name, args, kwargs)
+        stack = self.module_stack.copy()
         try:
             result = super().call_module(m, forward, args, kwargs)
             if isinstance(result, fx.Proxy):
@@ -112,6 +130,7 @@ class _Tracer(fx.Tracer):
         except Exception:
             self.deepest = self.deepest or name
             self.opaque.add(name)
+            self.module_stack = stack  # fx leaves the module on it when its code fails
             # What was recorded of it stays as dead nodes: they can only tie and freeze more.
             return self.create_proxy("call_module", name, args, kwargs)
 

@@ -83,7 +83,8 @@ xcit xcit_nano_12_p8_224
 # Further CNNs; the family column says where they come from.
 FURTHER = """
 resnet18 resnet50 resnet50d resnext50_32x4d seresnet50 wide_resnet50_2 ecaresnet26t
-seresnext26d_32x4d resnetblur50 resnetv2_50 resnetv2_50x1_bit vgg16_bn mobilenetv1_100 mobilenetv2_100
+seresnext26d_32x4d resnetblur50 resnetv2_50 resnetv2_50x1_bit vgg16_bn mobilenetv1_100
+mobilenetv2_100
 mobilenetv3_large_100 mobilenetv4_conv_small mobilenetv4_hybrid_medium efficientnet_b0
 efficientnet_lite0 tf_efficientnetv2_s tf_efficientnet_b0 efficientnet_es efficientnet_cc_b0_4e
 mixnet_s tinynet_e lcnet_050 semnasnet_075 spnasnet_100 mnasnet_100 fbnetc_100 fbnetv3_b
