@@ -29,6 +29,7 @@ __all__ = [
     "Cut",
     "Input",
     "Network",
+    "NoPublishedWeights",
     "WeightsUnreachable",
     "build",
     "fill",
@@ -40,6 +41,10 @@ __all__ = [
 _FORBIDDEN = {"cache_dir", "checkpoint_path", "features_only", "progress", "scriptable"}
 _LARGEST = 1 << 20
 _TINY = 64
+
+
+class NoPublishedWeights(UsageError):
+    """A network that nobody publishes weights for was asked for with weights."""
 
 
 def build(base: Base) -> nn.Module:
@@ -113,7 +118,7 @@ def load(
     offer = offers.find(source, registry_name, fetch, offline=offline)
     use_weights = checkpoint is not None or pretrained
     if use_weights and checkpoint is None and offer.place is None:
-        raise UsageError(
+        raise NoPublishedWeights(
             f"there are no published weights of {name}",
             try_="--checkpoint FILE for weights that you have, or --no-pretrained for random ones",
         )

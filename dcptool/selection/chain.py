@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from dcptool.network.rules import layer_rule
 from dcptool.network.structure import main_path
-from dcptool.network.trace import VALUE, trace
+from dcptool.network.trace import RETURNED_BY, VALUE, trace
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,17 @@ class Segment:
 
 @dataclass(frozen=True)
 class Chain:
-    """All segments of a network, first to last."""
+    """All segments of a network, first to last; `outputs` finds what a module returns."""
 
     segments: tuple[Segment, ...]
     calls: Mapping[str, tuple[fx.Node, ...]]
     constants: tuple[fx.Node, ...]
+    outputs: Mapping[str, fx.Node]
 
-    def position(self, layer: str) -> int:
-        """Which segment holds a layer."""
-        return next(i for i, s in enumerate(self.segments) if layer in s.layers)
+    def end_of(self, module: str | None) -> tuple[fx.Node, int]:
+        """The tensor that a module returns (None: the network) and the segment that makes it."""
+        node = self.segments[-1].output if module is None else self.outputs[module]
+        return node, next(i for i, s in enumerate(self.segments) if node in s.nodes)
 
 
 def build_chain(module: nn.Module, input_size: tuple[int, ...], dense: Iterable[str]) -> Chain:
@@ -63,13 +65,21 @@ def build_chain(module: nn.Module, input_size: tuple[int, ...], dense: Iterable[
     start = image
     for cut in cuts:
         inner = [n for n in nodes[index[start] + 1 : index[cut] + 1] if n not in constants]
-        layers = tuple(dict.fromkeys(str(n.target) for n in inner if str(n.target) in calls and n.op == "call_module"))
+        layers = tuple(
+            dict.fromkeys(
+                str(n.target) for n in inner if str(n.target) in calls and n.op == "call_module"
+            )
+        )
         is_last = cut is cuts[-1]
         if layers or is_last:
             segments.append(Segment(start, tuple(inner), layers))
             start = cut
     assert segments[-1].output is last or not isinstance(last, fx.Node)
-    return Chain(tuple(segments), {k: tuple(v) for k, v in calls.items()}, constants)
+    returned = {n.meta[RETURNED_BY]: n for n in nodes if RETURNED_BY in n.meta}
+    leaves = {str(n.target): n for n in nodes if n.op == "call_module"}
+    return Chain(
+        tuple(segments), {k: tuple(v) for k, v in calls.items()}, constants, {**leaves, **returned}
+    )
 
 
 def run_segment(

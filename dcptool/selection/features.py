@@ -24,9 +24,7 @@ class Positions:
 
 def is_readable(layer: nn.Module) -> bool:
     """Whether the inputs of this layer can be written as rows."""
-    return isinstance(layer, nn.Linear) or (
-        isinstance(layer, nn.Conv2d) and layer.groups == 1
-    )
+    return isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)
 
 
 def taps(layer: nn.Module) -> int:

@@ -145,7 +145,12 @@ def _ridge(moments: Moments, ridge: float) -> Tensor:
 
 
 def forward_order(
-    problems: Sequence[Moments], units: int, *, score: str = "drop", count: int | None = None, ridge: float = RIDGE
+    problems: Sequence[Moments],
+    units: int,
+    *,
+    score: str = "drop",
+    count: int | None = None,
+    ridge: float = RIDGE,
 ) -> Ranking:
     """Add, again and again, the unit with the largest gradient or the largest drop of the loss."""
     states = [_Residual(problem, units, ridge) for problem in problems]

@@ -41,7 +41,9 @@ class Slopes:
         self.positions = positions
 
 
-def join(moments: Moments, slopes: Slopes, weights: Tensor, strength: float) -> tuple[Moments, Tensor]:
+def join(
+    moments: Moments, slopes: Slopes, weights: Tensor, strength: float
+) -> tuple[Moments, Tensor]:
     """Moments of the joint loss, with targets moved by `L_S`, and the metric on outputs.
 
     `weights` are the layer's present ones (columns x outputs), about which `L_S` is expanded.
@@ -63,7 +65,9 @@ def weigh(moments: Moments, metric: Tensor) -> Moments:
     root = vectors * values.clamp_min(0).sqrt()
     c = moments.c @ root
     floor = _explained(moments, c)
-    return Moments(moments.s, c, torch.maximum(_energy(moments, root), floor), moments.unit, moments.rows)
+    return Moments(
+        moments.s, c, torch.maximum(_energy(moments, root), floor), moments.unit, moments.rows
+    )
 
 
 def _energy(moments: Moments, root: Tensor) -> Tensor:

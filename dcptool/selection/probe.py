@@ -6,7 +6,7 @@ network and for the one being pruned, and runs no further than asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,8 +17,12 @@ from dcptool.network.graph import ChannelGraph, Group
 from dcptool.selection.chain import Chain, Segment, run_segment
 from dcptool.selection.features import choose_positions, is_readable, rows_at, taps, values_at
 from dcptool.selection.gram import Moments
+from dcptool.selection.joint import Slopes
 from dcptool.selection.store import Room, Store
+from dcptool.selection.tail import build_tail
 from dcptool.selection.targets import Target, find_target, invert, norm_scale
+
+LossAt = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -69,7 +73,9 @@ class Probe:
         ):
             after = Store(self.room)
             for (features,) in store:
-                after.add(run_segment(self.chain, self.segment, root, features)[self.segment.output])
+                after.add(
+                    run_segment(self.chain, self.segment, root, features)[self.segment.output]
+                )
             store.clear()
             store.chunks = after.chunks
         self.place += 1
@@ -130,6 +136,36 @@ class Probe:
             total += flat.shape[1]
         return counts / total if bool(counts.any()) else None
 
+    def slopes(self, name: str, pivot: str | None, losses: Sequence[LossAt]) -> Slopes:
+        """Gradients of each image's loss at the outputs of one layer, with what it reads there.
+
+        `losses` gives, for each batch, the summed loss from the value at the pivot.
+        """
+        layer = self.current.get_submodule(name)
+        end, last = self.chain.end_of(pivot)
+        tail = build_tail(self.chain, [name], self.place, last)
+        node = self.chain.calls[name][0]
+        source = node.all_input_nodes[0]
+        bias = layer.bias if isinstance(layer.bias, Tensor) else None
+        slopes = Slopes.empty(len(self.weights(name)), len(self.graph.sites[name].outputs))
+        draw = torch.Generator().manual_seed(self.seed)
+        for (start,), loss_at in zip(self.current_features, losses, strict=True):
+            with torch.no_grad():
+                features = tail.features(self.current, start)
+            with torch.enable_grad():
+                weight = layer.weight.detach().requires_grad_()  # type: ignore[union-attr, operator]
+                found = tail.finish(self.current, features, {name: (weight, bias)}, [node, end])
+                (gradient,) = torch.autograd.grad(loss_at(found[end]), found[node])
+            at = choose_positions(gradient, self.positions, draw)
+            read = dict(zip(tail.frontier, features, strict=True)).get(source)
+            if read is None:
+                read = run_segment(self.chain, self.segment, self.current, start, [source])[source]
+            positions = gradient.numel() // (
+                gradient.shape[0] * len(self.graph.sites[name].outputs)
+            )
+            slopes.add(rows_at(layer, read, at), values_at(gradient, at), positions)
+        return slopes
+
     def readable(self, name: str) -> bool:
         """Whether a layer can be solved for: a dense conv or linear, called in this segment."""
         inside = all(node in self.segment.nodes for node in self.chain.calls[name])
@@ -148,7 +184,11 @@ class Probe:
         layer = self.current.get_submodule(name)
         weight = layer.weight.detach().flatten(1).T.double()  # type: ignore[operator, union-attr]
         bias = layer.bias
-        row = bias.detach().double() if isinstance(bias, Tensor) else weight.new_zeros(weight.shape[1])
+        row = (
+            bias.detach().double()
+            if isinstance(bias, Tensor)
+            else weight.new_zeros(weight.shape[1])
+        )
         return torch.cat([weight, row[None]])
 
     def has_bias(self, name: str) -> bool:
@@ -168,5 +208,3 @@ class Probe:
                 if norm is not None:
                     # A norm without its mean shifted by b gives what a bias of b would have.
                     self.current.get_submodule(norm).running_mean.sub_(weights[-1])  # type: ignore[operator, union-attr]
-
-

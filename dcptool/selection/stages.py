@@ -21,9 +21,10 @@ from dcptool.network.graph import ChannelGraph, Group, build_graph
 from dcptool.network.surgery import Proof, compose, cut, plan_cuts, prove
 from dcptool.selection.chain import Chain, build_chain
 from dcptool.selection.gram import Moments, Ranking, refit
+from dcptool.selection.joint import join, weigh
 from dcptool.selection.methods import METHODS
 from dcptool.selection.methods.question import Question, filter_sums
-from dcptool.selection.probe import Probe
+from dcptool.selection.probe import LossAt, Probe
 from dcptool.selection.settings import Selection, stop_by_epsilon
 from dcptool.selection.store import Room
 
@@ -52,7 +53,8 @@ class Outcome:
 
 
 Report = Callable[[Choice], None]
-FitStage = Callable[[nn.Module, str | None, int], None]
+# Fine-tunes before a stage; returns the loss of the stage's head, one for each batch of images.
+FitStage = Callable[[nn.Module, str | None, int], Sequence[LossAt]]
 
 
 def select(
@@ -62,12 +64,11 @@ def select(
     *,
     fit_stage: FitStage | None = None,
     report: Report | None = None,
-    edge: Callable[[], None] | None = None,
 ) -> Outcome:
     """Prune a network on batches of calibration images; the given module is left alone.
 
-    `fit_stage(module, pivot, stage)` fine-tunes before a stage; without it nothing is trained.
-    `edge` is called between two layers and may raise to end the work.
+    `fit_stage(module, pivot, stage)` fine-tunes before a stage and gives the head's losses;
+    without it nothing is trained and channels are ordered by reconstruction alone.
     """
     graph = build_graph(network.module, network.input.size)
     if not settings.groups(graph):
@@ -79,15 +80,16 @@ def select(
     cuts: dict[str, Cut] = {}
     stages = plan_stages(network, graph, settings) if fit_stage is not None else [(None, 10**9)]
     room = Room(int(settings.cache_gb * 2**30))
+    losses: Sequence[LossAt] = ()
     first = 0
     try:
         with console.progress("prune", len(settings.groups(graph))) as task:
             for number, (pivot, last) in enumerate(stages):
                 if fit_stage is not None:
-                    fit_stage(current, pivot, number)
+                    losses = fit_stage(current, pivot, number)
                 current.eval()
-                stage = _Stage(network, dense, current, cuts, settings, room)
-                removed = stage.run(first, last, images, outcome, task, report, edge, method.refits)
+                stage = _Stage(network, dense, current, cuts, settings, room, pivot, losses)
+                removed = stage.run(first, last, images, outcome, task, report, method.refits)
                 first = min(last, len(stage.chain.segments))
                 fresh = plan_cuts(stage.graph, removed)
                 outcome.proof = prove(current, stage.graph, removed, network.input.size)
@@ -139,8 +141,11 @@ class _Stage:
         cuts: dict[str, Cut],
         settings: Selection,
         room: Room,
+        pivot: str | None,
+        losses: Sequence[LossAt],
     ) -> None:
         self.settings = settings
+        self.pivot, self.losses = pivot, losses
         self.graph = build_graph(current, network.input.size)
         names = [site.name for site in self.graph.sites.values() if site.is_dense]
         self.chain: Chain = build_chain(current, network.input.size, names)
@@ -166,7 +171,6 @@ class _Stage:
         outcome: Outcome,
         task: console.Task,
         report: Report | None,
-        edge: Callable[[], None] | None,
         refits: bool,
     ) -> set[int]:
         """Walk the segments `first` to `last`; returns the units that go."""
@@ -177,14 +181,14 @@ class _Stage:
             self.probe.begin(images, first)
             for place in range(first, last):
                 for name in self.probe.segment.layers:
-                    if edge is not None:
-                        edge()
                     groups = decided_at.get(name, [])
                     for group in groups:
                         choice = self._decide(group, refits)
                         changed = True
                         outcome.choices.append(choice)
-                        task.advance(1, f"{group.name}: {len(choice.kept)} of {choice.units} channels")
+                        task.advance(
+                            1, f"{group.name}: {len(choice.kept)} of {choice.units} channels"
+                        )
                         if report is not None:
                             report(choice)
                     if not groups and changed and refits and self.probe.readable(name):
@@ -212,9 +216,7 @@ class _Stage:
                 self._refit(name, moments[name], ridge=self.settings.ridge)
             else:
                 self._mask(name)
-        return Choice(
-            group.name, len(group.units), tuple(sorted(stay)), ranking.losses, why
-        )
+        return Choice(group.name, len(group.units), tuple(sorted(stay)), ranking.losses, why)
 
     def _is_here(self, name: str) -> bool:
         return name in self.probe.segment.layers and self.probe.readable(name)
@@ -231,6 +233,8 @@ class _Stage:
                 )
             moments = {name: self.probe.moments(name, group) for name in local}
         weighed = [_weighed(m, self.probe.output_weights(n)) for n, m in moments.items()]
+        if self.settings.method == "dcp" and self.settings.discrimination and self.losses:
+            weighed = [self._discriminate(n, m) for n, m in moments.items()]
         weights = [self.probe.weights(n) * self.probe.output_weights(n) for n in moments]
         outputs = {name: self.graph.sites[name].outputs.tolist() for name in group.producers}
         question = Question(
@@ -248,6 +252,17 @@ class _Stage:
                 f"the loss of {group.name} is not finite", why="its features or weights overflow"
             )
         return ranking, moments
+
+    def _discriminate(self, name: str, moments: Moments) -> Moments:
+        """Moments of the joint loss, for the order.
+
+        The refit stays with the reconstruction: one Newton step of the head's loss with its
+        empirical curvature overshoots, and was measured to wreck the network.
+        """
+        slopes = self.probe.slopes(name, self.pivot, self.losses)
+        present = self.probe.weights(name)
+        joint, metric = join(moments, slopes, present, self.settings.discrimination)
+        return weigh(joint, metric)
 
     def _zeros(self, group: Group, local: Sequence[str]) -> Tensor | None:
         return self.probe.zeros(local[0], group) if local else None

@@ -36,9 +36,7 @@ class ChannelPruning:
         )
         alive = torch.from_numpy(path != 0)
         # The first step of the path from which on a channel never leaves again.
-        last_zero = [
-            int(torch.nonzero(~row).max()) if bool((~row).any()) else -1 for row in alive
-        ]
+        last_zero = [int(torch.nonzero(~row).max()) if bool((~row).any()) else -1 for row in alive]
         final = torch.from_numpy(path[:, -1]).abs()
         order = sorted(range(question.units), key=lambda j: (last_zero[j], -float(final[j]), j))
         return Ranking(tuple(order), ())

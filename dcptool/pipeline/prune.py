@@ -1,0 +1,320 @@
+"""`prune` from data to artifact: calibration, stages, selection, measurement, publication."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save as safetensors_bytes
+from torch import Tensor, nn
+
+from dcptool import console, files
+from dcptool.errors import GateFailed, UsageError
+from dcptool.network import artifact, cost
+from dcptool.network.base import Network
+from dcptool.selection.heads import Head, WithHead, head_loss, new_head
+from dcptool.selection.probe import LossAt
+from dcptool.selection.settings import Selection
+from dcptool.selection.stages import Choice, Outcome, select
+from dcptool.training import signals
+from dcptool.training.data import Data, samples
+from dcptool.training.evaluate import Accuracy, evaluate, predictor
+from dcptool.training.loader import ImageSet, loader
+from dcptool.training.loop import Run, fit
+from dcptool.training.losses import cross_entropy
+from dcptool.training.schedule import Schedule
+
+STEPS_FILE = "steps.jsonl"
+DENSE_WEIGHTS = "dense.safetensors"
+EVALUATION_BATCH = 256
+MOST_STAGE_STEPS = 100
+
+
+@dataclass(frozen=True)
+class Job:
+    """What surrounds selection: training in stages, machine, gates, names."""
+
+    selection: Selection
+    training: bool = True
+    stage_steps: int | None = None
+    stage_lr: float = 0.005
+    batch_size: int = 64
+    device: str = "cpu"
+    workers: int | None = None
+    min_agreement: float | None = None
+    lineage: dict[str, object] | None = None
+    resume_command: str = ""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far the slim network answers as the dense one, on images held out from selection."""
+
+    top1: float
+    kl: float
+    images: int
+
+
+def prune(network: Network, data: Data, job: Job, folder: Path) -> dict[str, Any]:
+    """Prune `network` on `data` and publish the artifact in `folder`; returns the document."""
+    started = time.monotonic()
+    if job.training and not data.labelled:
+        raise UsageError(
+            "images without labels cannot train",
+            why="the stages of DCP are fine-tuned with labels",
+            try_="add --no-training, or give labels with --data-dir",
+        )
+    network.input = data.input
+    if data.labelled and data.classes:
+        network.classes = data.classes
+    settings = job.selection
+    chosen = samples(data, settings.samples, settings.seed)
+    batches = list(loader(chosen, job.batch_size, workers=job.workers))
+    images = [x for x, _ in batches]
+    labels = [y for _, y in batches]
+    dense_top1 = _top1(network.module, data, job)
+    trainer = _Trainer(network, data, job, labels) if job.training else None
+    (folder / STEPS_FILE).unlink(missing_ok=True)
+    selection_began = time.monotonic()
+    with signals.ending(job.resume_command):
+        outcome = select(
+            network,
+            images,
+            settings,
+            fit_stage=trainer.fit_stage if trainer else None,
+            report=lambda choice: _record(folder, choice),
+        )
+    selection_seconds = time.monotonic() - selection_began
+    training_seconds = trainer.seconds if trainer else 0.0
+    slim = outcome.network
+    dense_cost = cost.count(network.module, data.input.size)
+    slim_cost = cost.count(slim.module, data.input.size)
+    agreement = agree(network.module, slim.module, data.val, job)
+    slim_top1 = _top1(slim.module, data, job)
+    gates = _gates(job, agreement)
+    files.publish(folder / DENSE_WEIGHTS, _weights(network.module))
+    document = {
+        "run": folder.name,
+        "artifact": str(folder),
+        "model": str(network.base),
+        "data": data.source,
+        "method": settings.method,
+        "solver": settings.solver,
+        **_budget(settings),
+        "dense": _side(dense_cost, dense_top1),
+        "slim": _side(slim_cost, slim_top1),
+        "kept": {choice.group: len(choice.kept) for choice in outcome.choices},
+        "dead": sum(choice.dead for choice in outcome.choices),
+        "agreement": {"top1": agreement.top1, "kl": agreement.kl, "images": agreement.images},
+        "proof": {
+            "difference": outcome.proof.difference if outcome.proof else 0.0,
+            "power": outcome.proof.power if outcome.proof else 0.0,
+        },
+        "seconds": {
+            "total": round(time.monotonic() - started, 2),
+            "selection": round(selection_seconds - training_seconds, 2),
+            "training": round(training_seconds, 2),
+        },
+        "gates": gates,
+    }
+    artifact.save(
+        slim,
+        folder,
+        cost=artifact.cost_document(
+            slim_cost.params, slim_cost.macs, dense_cost.params, dense_cost.macs
+        ),
+        metrics=_metrics(data, slim_top1, dense_top1, agreement),
+        lineage={
+            **(job.lineage or {}),
+            "dense": {"checkpoint": DENSE_WEIGHTS, "weights": network.weights},
+            "prune": _plain(settings, job, outcome),
+        },
+    )
+    return document
+
+
+def _summed_loss(wanted: Tensor, head: Head | None = None) -> LossAt:
+    def loss(value: Tensor) -> Tensor:
+        scores = value if head is None else head(value)
+        return F.cross_entropy(scores, wanted, reduction="sum")
+
+    return loss
+
+
+def stage_steps(job: Job, epoch: int) -> int:
+    """Updates before each stage: as asked, or one epoch, at most a hundred."""
+    return min(epoch, MOST_STAGE_STEPS) if job.stage_steps is None else job.stage_steps
+
+
+class _Trainer:
+    """Fine-tunes before each stage, with a head on the stage's pivot."""
+
+    def __init__(self, network: Network, data: Data, job: Job, labels: Sequence[Tensor]) -> None:
+        self.network, self.data, self.job, self.labels = network, data, job, labels
+        self.seconds = 0.0
+
+    def fit_stage(self, module: nn.Module, pivot: str | None, number: int) -> list[LossAt]:
+        """Train the network and the head; returns the head's losses on the samples."""
+        began = time.monotonic()
+        job = self.job
+        batches = loader(
+            self.data.train,
+            job.batch_size,
+            train=True,
+            seed=job.selection.seed + number,
+            workers=job.workers,
+            device=job.device,
+        )
+        run = Run(
+            device=job.device,
+            seed=job.selection.seed + number,
+            keep_best=False,
+            title=f"stage {number + 1}",
+            resume_command=job.resume_command,
+        )
+        schedule = Schedule(stage_steps(job, len(batches)), job.stage_lr)
+        head: Head | None = None
+        if pivot is None:
+            fit(module, batches, [cross_entropy()], schedule, run)
+        else:
+            head = new_head(self._width(module, pivot), self.network.base.num_classes, number)
+            with WithHead(module, pivot, head).attached() as both:
+                fit(both, batches, [head_loss, cross_entropy()], schedule, run)
+            head = head.cpu().eval()
+            head.requires_grad_(False)
+        module.cpu().eval()
+        self.seconds += time.monotonic() - began
+        return [_summed_loss(wanted, head) for wanted in self.labels]
+
+    def _width(self, module: nn.Module, pivot: str) -> int:
+        """Channels at the pivot."""
+        found: list[int] = []
+        hook = module.get_submodule(pivot).register_forward_hook(
+            lambda _m, _i, output: found.append(output.shape[1])
+        )
+        try:
+            with torch.no_grad():
+                module.eval()(torch.zeros(1, *self.data.input.size))
+        finally:
+            hook.remove()
+        return found[0]
+
+
+def _record(folder: Path, choice: Choice) -> None:
+    """Append what was decided for one group."""
+    line = {
+        "group": choice.group,
+        "units": choice.units,
+        "kept": list(choice.kept),
+        "losses": [float(f"{loss:.6g}") for loss in choice.losses],
+        "stopped": choice.why_stopped,
+    }
+    with (folder / STEPS_FILE).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def agree(dense: nn.Module, slim: nn.Module, images: ImageSet, job: Job) -> Agreement:
+    """Top-1 agreement in percent and mean KL divergence of the slim network from the dense one."""
+    same, divergence, count = 0, 0.0, 0
+    for batch, _ in loader(images, EVALUATION_BATCH, workers=job.workers):
+        wanted = predictor(dense)(batch)
+        found = predictor(slim)(batch)
+        same += int((wanted.argmax(1) == found.argmax(1)).sum())
+        log_wanted, log_found = wanted.log_softmax(1), found.log_softmax(1)
+        divergence += float((log_wanted.exp() * (log_wanted - log_found)).sum())
+        count += len(batch)
+    return Agreement(100 * same / max(count, 1), divergence / max(count, 1), count)
+
+
+def _top1(module: nn.Module, data: Data, job: Job) -> Accuracy | None:
+    if not data.labelled:
+        return None
+    batches = loader(data.report, EVALUATION_BATCH, workers=job.workers)
+    classes = len(data.classes)
+    return evaluate(predictor(module), batches, classes, title="accuracy")
+
+
+def _gates(job: Job, agreement: Agreement) -> list[dict[str, object]]:
+    if job.min_agreement is None:
+        return []
+    if agreement.top1 < job.min_agreement:
+        raise GateFailed(
+            f"the slim network agrees with the dense one on {agreement.top1:.2f} % of the images",
+            why=f"the limit is {job.min_agreement:g} %, on {agreement.images} held-out images",
+            try_="a smaller --rate, or more --samples",
+        )
+    limit = job.min_agreement
+    return [{"name": "agreement", "limit": limit, "value": agreement.top1, "ok": True}]
+
+
+def _budget(settings: Selection) -> dict[str, object]:
+    if settings.plan is not None:
+        return {"plan": dict(settings.plan)}
+    if settings.epsilon is not None:
+        return {"epsilon": settings.epsilon}
+    return {"rate": float(settings.rate or 0)}
+
+
+def _side(counted: cost.Counted, accuracy: Accuracy | None) -> dict[str, object]:
+    return {
+        "params": counted.params,
+        "macs": counted.macs,
+        "top1": accuracy.top1 if accuracy else None,
+    }
+
+
+def _metrics(
+    data: Data, slim: Accuracy | None, dense: Accuracy | None, agreement: Agreement
+) -> dict[str, object]:
+    metrics: dict[str, object] = {
+        "source": data.source,
+        "agreement": agreement.top1,
+        "agreement_images": agreement.images,
+        "kl": agreement.kl,
+    }
+    if slim is not None and dense is not None:
+        metrics |= {
+            "images": data.report.name,
+            "top1": slim.top1,
+            "top5": slim.top5,
+            "dense_top1": dense.top1,
+        }
+    return metrics
+
+
+def _plain(settings: Selection, job: Job, outcome: Outcome) -> dict[str, object]:
+    return {
+        **_budget(settings),
+        "method": settings.method,
+        "solver": settings.solver,
+        "target": settings.target,
+        "score": settings.score,
+        "lambda": settings.discrimination,
+        "samples": settings.samples,
+        "positions": settings.positions,
+        "scope": settings.scope,
+        "prune_residual": settings.prune_residual,
+        "training": job.training,
+        "stage_steps": job.stage_steps if job.training else 0,
+        "stage_lr": job.stage_lr,
+        "seed": settings.seed,
+        "threads": torch.get_num_threads(),
+        "groups": len(outcome.choices),
+    }
+
+
+def _weights(module: nn.Module) -> bytes:
+    data: bytes = safetensors_bytes({k: v.contiguous() for k, v in module.state_dict().items()})
+    return data
+
+
+def next_commands(document: dict[str, Any]) -> str:
+    """What to type after a prune."""
+    console.detail(f"record of each group: {document['artifact']}/{STEPS_FILE}")
+    return "next: dcptool finetune, dcptool export --onnx, dcptool bench"
