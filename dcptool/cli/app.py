@@ -9,7 +9,6 @@ import shlex
 import signal
 import sys
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -19,19 +18,15 @@ from dcptool import __version__, console
 from dcptool.cli import faults, streams
 from dcptool.errors import DcptoolError, EnvironmentFault, Interrupted, UsageError
 
-COMMANDS = tuple(
-    name
-    for name in (
-        "analyze",
-        "prune",
-        "finetune",
-        "evaluate",
-        "export",
-        "bench",
-        "env",
-        "completion",
-    )
-    if (Path(__file__).parent / f"{name}_command.py").exists()
+COMMANDS = (
+    "analyze",
+    "prune",
+    "finetune",
+    "evaluate",
+    "export",
+    "bench",
+    "env",
+    "completion",
 )
 # Their product is a file; what they print about it may get lost.
 MAKE_FILES = frozenset(("prune", "finetune", "export"))
