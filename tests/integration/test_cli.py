@@ -217,13 +217,16 @@ def test_bare_environment_without_home_terminal_or_unicode():
     seen.stdout.decode("ascii")
 
 
-def test_names_that_the_locale_cannot_print(dcptool):
+def test_names_that_the_locale_cannot_print(dcptool, tmp_path):
     plain = {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     seen = dcptool("fr\u00f6bnicate\x1b[2J", env=plain)
     assert seen.returncode == 2
     assert "there is no command" in seen.stderr
     assert "\x1b" not in seen.stderr
     assert is_three_lines(seen.stderr)
+    script = "from dcptool.cli import streams as s; s.mend(); s.print_result(chr(228) + chr(56575))"
+    seen = in_shell(f"{sys.executable} -c '{script}'", tmp_path, **plain)
+    assert seen.stdout == "\\xe4\\udcff\n", seen.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
