@@ -168,10 +168,10 @@ def _ask_hub(place: Place, repo: str, name: str, revision: str | None) -> tuple[
     """One file of a repository, or nothing when the repository lacks it."""
     import huggingface_hub as hub
     from huggingface_hub import errors
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     # The class of the hub's own HTTP library, whichever that is.
-    transport_error = errors.HfHubHTTPError.__bases__[0]
+    transport_error: type[BaseException] = errors.HfHubHTTPError.__bases__[0]
     disable_progress_bars()
     try:
         # Asked first, without retries: the download itself would try for minutes.

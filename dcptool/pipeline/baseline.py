@@ -61,7 +61,8 @@ def fit_baseline(
     folder = cache_folder(runs)
     size = data.input.size[1]
     origin = network.weights.split()[0].rstrip(",")
-    name = f"{network.base.source}-{network.base.name}-{size}px-{origin}-seed{seed}-{STEPS}-v{__version__}"
+    what = f"{network.base.source}-{network.base.name}-{size}px-{origin}"
+    name = f"{what}-seed{seed}-{STEPS}-v{__version__}"
     path = folder / f"{name.replace('/', '_')}.safetensors"
     fitted = replace(network, input=data.input, classes=data.classes)
     if path.is_file():

@@ -33,7 +33,7 @@ def taps(layer: nn.Module) -> int:
 
 
 def choose_positions(output: Tensor, count: int, generator: torch.Generator) -> Positions:
-    """Random positions of a layer's output, the same number for each image; all if there are few."""
+    """Random positions of a layer's output, as many for each image; all if there are few."""
     images = output.shape[0]
     height, width = _grid(output)
     total = height * width
@@ -69,7 +69,7 @@ def rows_at(layer: nn.Module, features: Tensor, positions: Positions) -> Tensor:
     assert isinstance(layer, nn.Conv2d)
     (kh, kw), (sh, sw), (dh, dw) = layer.kernel_size, layer.stride, layer.dilation
     padded = _pad(layer, features)
-    images, channels, height, width = padded.shape
+    images, channels, _, width = padded.shape
     if kh == kw == 1:
         return values_at(padded, Positions(positions.rows * sh, positions.columns * sw))
     rows = (positions.rows * sh).unsqueeze(-1) + torch.arange(kh) * dh
@@ -83,6 +83,10 @@ def rows_at(layer: nn.Module, features: Tensor, positions: Positions) -> Tensor:
 
 def _pad(layer: nn.Conv2d, features: Tensor) -> Tensor:
     if isinstance(layer, Conv2dSame):
-        return pad_same(features, layer.kernel_size, layer.stride, layer.dilation)  # type: ignore[no-any-return]
+        kernel, stride, dilation = (
+            list(n) for n in (layer.kernel_size, layer.stride, layer.dilation)
+        )
+        padded: Tensor = pad_same(features, kernel, stride, dilation)
+        return padded
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     return F.pad(features, layer._reversed_padding_repeated_twice, mode=mode)

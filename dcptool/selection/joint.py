@@ -78,5 +78,5 @@ def _explained(moments: Moments, c: Tensor) -> Tensor:
     """What the whole layer can explain: the energy is at least that."""
     size = len(moments.unit)
     ridge = 1e-6 * float(moments.s.diagonal().mean())
-    solved = torch.linalg.solve(moments.s + ridge * torch.eye(size, dtype=torch.float64), c)
+    solved: Tensor = torch.linalg.solve(moments.s + ridge * torch.eye(size, dtype=torch.float64), c)
     return (c * solved).sum(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,7 @@ class Probe:
 
     def moments(self, name: str, group: Group | None) -> Moments:
         """Moments of one layer of the present segment; units are indices into the group."""
-        layer = self.current.get_submodule(name)
+        layer: Any = self.current.get_submodule(name)
         moments = Moments.empty(self.units(name, group), len(self.graph.sites[name].outputs))
         for rows, targets in self._rows(name, layer):
             moments.add(rows, targets)
@@ -141,7 +142,7 @@ class Probe:
 
         `losses` gives, for each batch, the summed loss from the value at the pivot.
         """
-        layer = self.current.get_submodule(name)
+        layer: Any = self.current.get_submodule(name)
         end, last = self.chain.end_of(pivot)
         tail = build_tail(self.chain, [name], self.place, last)
         node = self.chain.calls[name][0]
@@ -153,7 +154,7 @@ class Probe:
             with torch.no_grad():
                 features = tail.features(self.current, start)
             with torch.enable_grad():
-                weight = layer.weight.detach().requires_grad_()  # type: ignore[union-attr, operator]
+                weight = layer.weight.detach().requires_grad_()
                 found = tail.finish(self.current, features, {name: (weight, bias)}, [node, end])
                 (gradient,) = torch.autograd.grad(loss_at(found[end]), found[node])
             at = choose_positions(gradient, self.positions, draw)
@@ -181,8 +182,8 @@ class Probe:
 
     def weights(self, name: str) -> Tensor:
         """Present weights of a layer as columns x outputs, the bias last."""
-        layer = self.current.get_submodule(name)
-        weight = layer.weight.detach().flatten(1).T.double()  # type: ignore[operator, union-attr]
+        layer: Any = self.current.get_submodule(name)
+        weight = layer.weight.detach().flatten(1).T.double()
         bias = layer.bias
         row = (
             bias.detach().double()
@@ -193,18 +194,19 @@ class Probe:
 
     def has_bias(self, name: str) -> bool:
         """Whether a constant can be put somewhere: the layer's bias or the norm after it."""
-        layer = self.current.get_submodule(name)
+        layer: Any = self.current.get_submodule(name)
         return isinstance(layer.bias, Tensor) or self.target_of(name).norm is not None
 
     def write(self, name: str, weights: Tensor) -> None:
         """Put solved weights into the current network."""
-        layer = self.current.get_submodule(name)
+        layer: Any = self.current.get_submodule(name)
         with torch.no_grad():
-            layer.weight.copy_(weights[:-1].T.reshape(layer.weight.shape))  # type: ignore[operator, union-attr, arg-type]
+            layer.weight.copy_(weights[:-1].T.reshape(layer.weight.shape))
             if isinstance(layer.bias, Tensor):
                 layer.bias.copy_(weights[-1])
             else:
                 norm = self.target_of(name).norm
                 if norm is not None:
                     # A norm without its mean shifted by b gives what a bias of b would have.
-                    self.current.get_submodule(norm).running_mean.sub_(weights[-1])  # type: ignore[operator, union-attr]
+                    after: Any = self.current.get_submodule(norm)
+                    after.running_mean.sub_(weights[-1])

@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -295,10 +296,10 @@ class _Stage:
 
     def _mask(self, name: str) -> None:
         """Zero the columns of removed units, and leave the rest as it is."""
-        layer = self.current.get_submodule(name)
+        layer: Any = self.current.get_submodule(name)
         inputs = torch.from_numpy(self.graph.sites[name].inputs)
         gone = torch.isin(inputs, torch.tensor(sorted(self.removed), dtype=torch.long))
-        layer.weight.data[:, gone] = 0.0  # type: ignore[union-attr, index]
+        layer.weight.data[:, gone] = 0.0
 
 
 def _weighed(moments: Moments, weights: Tensor) -> Moments:

@@ -8,6 +8,7 @@ the dense network's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -72,9 +73,9 @@ def norm_scale(root: nn.Module, name: str | None, channels: int) -> tuple[Tensor
     """Scale and shift that the norm after a layer applies in eval mode."""
     if name is None:
         return torch.ones(channels), torch.zeros(channels)
-    norm = root.get_submodule(name)
-    scale = norm.weight / torch.sqrt(norm.running_var + norm.eps)  # type: ignore[operator]
-    return scale.detach(), (norm.bias - norm.running_mean * scale).detach()  # type: ignore[operator]
+    norm: Any = root.get_submodule(name)
+    scale = norm.weight / torch.sqrt(norm.running_var + norm.eps)
+    return scale.detach(), (norm.bias - norm.running_mean * scale).detach()
 
 
 def invert(values: Tensor, scale: Tensor, shift: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Channel pruning by LASSO: one coefficient for each channel, ordered by the path of the penalty."""
+"""Channel pruning by LASSO: a coefficient for each channel, ordered by the penalty's path."""
 
 from __future__ import annotations
 

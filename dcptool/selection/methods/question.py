@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,15 @@ class Question:
 class Method(Protocol):
     """Orders the units of a group; `refits` says whether its readers are solved anew."""
 
-    refits: bool
-    needs_data: bool
+    @property
+    def refits(self) -> bool:
+        """Whether readers are solved anew."""
+        ...
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether samples are needed to order."""
+        ...
 
     def order(self, question: Question) -> Ranking:
         """Units from first kept to last."""
@@ -59,8 +66,8 @@ def filter_sums(root: nn.Module, group: Group, outputs: Mapping[str, Sequence[in
     index = {unit: i for i, unit in enumerate(group.units)}
     sums = torch.zeros(len(group.units), dtype=torch.float64)
     for name in group.producers:
-        weight = root.get_submodule(name).weight.detach()
-        each = weight.flatten(1).abs().sum(1).double()  # type: ignore[operator, union-attr]
+        producer: Any = root.get_submodule(name)
+        each = producer.weight.detach().flatten(1).abs().sum(1).double()
         for channel, unit in enumerate(outputs[name]):
             if unit in index:
                 sums[index[unit]] += each[channel]
