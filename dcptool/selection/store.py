@@ -21,6 +21,7 @@ class Room:
     used: int = 0
     _scratch: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
     _count: int = 0
+    _files: dict[int, Path] = field(default_factory=dict, repr=False)
 
     def keep(self, tensor: Tensor) -> Tensor:
         """The same values, in memory or in a file."""
@@ -34,23 +35,24 @@ class Room:
         path = Path(self._scratch.name) / f"{self._count}.bin"
         array = np.memmap(path, dtype=_numpy_type(tensor), mode="w+", shape=tuple(tensor.shape))
         array[...] = tensor.numpy()
-        return torch.from_numpy(array)
+        kept = torch.from_numpy(array)
+        self._files[kept.data_ptr()] = path
+        return kept
 
     def release(self, tensor: Tensor) -> None:
         """Give the room of a kept tensor back."""
-        base = tensor.numpy().base
-        if isinstance(base, np.memmap) or isinstance(tensor.numpy(), np.memmap):
-            name = getattr(base, "filename", None)
-            if name:
-                Path(name).unlink(missing_ok=True)
-            return
-        self.used -= tensor.numel() * tensor.element_size()
+        path = self._files.pop(tensor.data_ptr(), None)
+        if path is not None:
+            path.unlink(missing_ok=True)
+        else:
+            self.used -= tensor.numel() * tensor.element_size()
 
     def close(self) -> None:
         """Remove all files."""
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None
+            self._files.clear()
 
 
 def _numpy_type(tensor: Tensor) -> np.dtype:

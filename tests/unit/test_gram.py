@@ -1,0 +1,257 @@
+"""The closed form against slow, independent computations."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dcptool.selection import gram
+from dcptool.selection.features import (
+    Positions,
+    choose_positions,
+    is_readable,
+    rows_at,
+    taps,
+    values_at,
+)
+from dcptool.selection.joint import Slopes, join
+from dcptool.selection.methods.thinet import contributions, drop_least
+
+
+def _problem(units: int, width: int, outputs: int, *, rows: int = 400, seed: int = 0):
+    draw = torch.Generator().manual_seed(seed)
+    mix = torch.randn(units * width, units * width, generator=draw)
+    u = torch.randn(rows, units * width, generator=draw) @ mix
+    t = u @ torch.randn(units * width, outputs, generator=draw) + 0.5
+    t += torch.randn(rows, outputs, generator=draw)
+    unit = torch.arange(units).repeat_interleave(width)
+    moments = gram.Moments.empty(unit, outputs)
+    moments.add(u[: rows // 2], t[: rows // 2])
+    moments.add(u[rows // 2 :], t[rows // 2 :])
+    return moments.mean(), u.double(), t.double(), unit
+
+
+def _loss(u: torch.Tensor, t: torch.Tensor, columns: torch.Tensor) -> float:
+    design = torch.cat([u[:, columns], torch.ones(len(u), 1, dtype=u.dtype)], dim=1)
+    solution = torch.linalg.lstsq(design, t).solution
+    return float((design @ solution - t).square().sum() / len(u))
+
+
+def test_refit_is_least_squares() -> None:
+    moments, u, t, unit = _problem(6, 3, 4)
+    kept = torch.cat([unit != 2, torch.ones(1, dtype=torch.bool)])
+    weights = gram.refit(moments, kept, ridge=1e-12)
+    columns = torch.nonzero(unit != 2).flatten()
+    design = torch.cat([u[:, columns], torch.ones(len(u), 1, dtype=u.dtype)], dim=1)
+    wanted = torch.linalg.lstsq(design, t).solution
+    got = torch.cat([weights[columns], weights[-1:]])
+    assert (got - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert not weights[torch.nonzero(unit == 2).flatten()].any()
+    assert gram.error(moments, weights) == pytest.approx(_loss(u, t, columns), rel=1e-4)
+
+
+def test_ridge_pulls_towards_the_given_weights() -> None:
+    moments, _, _, _ = _problem(4, 1, 2)
+    aim = torch.randn(5, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    kept = torch.ones(5, dtype=torch.bool)
+    strong = gram.refit(moments, kept, ridge=1e9, toward=aim)
+    assert torch.allclose(strong[:-1], aim[:-1], atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_forward_order_takes_the_largest_drop_each_time(width: int) -> None:
+    moments, u, t, unit = _problem(5, width, 3)
+    ranking = gram.forward_order([moments], 5, score="drop", ridge=1e-12)
+    chosen: list[int] = []
+    for wanted in ranking.order:
+        rest = [j for j in range(5) if j not in chosen]
+        losses = {
+            j: _loss(u, t, torch.nonzero(torch.isin(unit, torch.tensor([*chosen, j]))).flatten())
+            for j in rest
+        }
+        assert wanted == min(losses, key=losses.__getitem__)
+        chosen.append(wanted)
+        assert ranking.losses[len(chosen)] == pytest.approx(losses[wanted], rel=1e-4)
+
+
+def test_gradient_order_is_the_papers_rule() -> None:
+    moments, u, t, unit = _problem(5, 2, 3)
+    ranking = gram.forward_order([moments], 5, score="gradient", ridge=1e-12)
+    chosen: list[int] = []
+    for wanted in ranking.order:
+        columns = torch.nonzero(torch.isin(unit, torch.tensor(chosen, dtype=torch.long))).flatten()
+        design = torch.cat([u[:, columns], torch.ones(len(u), 1, dtype=u.dtype)], dim=1)
+        residual = design @ torch.linalg.lstsq(design, t).solution - t
+        norms = {
+            j: float((u[:, unit == j].T @ residual).norm()) for j in range(5) if j not in chosen
+        }
+        assert wanted == max(norms, key=norms.__getitem__)
+        chosen.append(wanted)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_backward_order_removes_the_least_loss_each_time(width: int) -> None:
+    moments, u, t, unit = _problem(5, width, 3)
+    ranking = gram.backward_order([moments], 5, ridge=1e-12)
+    alive = list(range(5))
+    for wanted in ranking.order[:0:-1]:
+        losses = {
+            j: _loss(
+                u,
+                t,
+                torch.nonzero(
+                    torch.isin(unit, torch.tensor([k for k in alive if k != j]))
+                ).flatten(),
+            )
+            for j in alive
+        }
+        assert wanted == min(losses, key=losses.__getitem__)
+        alive.remove(wanted)
+        assert ranking.losses[len(alive)] == pytest.approx(losses[wanted], rel=1e-4)
+
+
+def test_several_readers_add_their_losses() -> None:
+    one, u1, t1, unit = _problem(4, 1, 2, seed=1)
+    two, u2, t2, _ = _problem(4, 1, 3, seed=2)
+    ranking = gram.forward_order([one, two], 4, ridge=1e-12)
+    first = {
+        j: _loss(u1, t1, torch.nonzero(unit == j).flatten())
+        + _loss(u2, t2, torch.nonzero(unit == j).flatten())
+        for j in range(4)
+    }
+    assert ranking.order[0] == min(first, key=first.__getitem__)
+
+
+def test_losses_never_rise_with_more_units() -> None:
+    moments, _, _, _ = _problem(6, 2, 3)
+    for ranking in (gram.forward_order([moments], 6), gram.backward_order([moments], 6)):
+        pairs = itertools.pairwise(ranking.losses)
+        assert all(more <= less + 1e-9 for less, more in pairs)
+        assert sorted(ranking.order) == list(range(6))
+
+
+def test_columns_outside_the_group_are_always_there() -> None:
+    moments, u, t, unit = _problem(4, 1, 2)
+    moments.unit = torch.tensor([-1, 0, 1, 2, -1])
+    ranking = gram.forward_order([moments], 3, ridge=1e-12)
+    assert ranking.losses[0] == pytest.approx(_loss(u, t, torch.tensor([0])), rel=1e-4)
+    assert sorted(ranking.order) == [0, 1, 2]
+
+
+LAYERS = {
+    "plain": nn.Conv2d(3, 5, 3, padding=1),
+    "strided": nn.Conv2d(3, 5, 3, stride=2, padding=1, bias=False),
+    "dilated": nn.Conv2d(3, 5, 3, dilation=2, padding=2),
+    "oblong": nn.Conv2d(3, 5, (1, 5), padding=(0, 2)),
+    "pointwise": nn.Conv2d(3, 5, 1, stride=2),
+    "reflect": nn.Conv2d(3, 5, 3, padding=1, padding_mode="reflect"),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rows_times_weights_are_the_layers_output(name: str) -> None:
+    layer = LAYERS[name]
+    images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    output = layer(images)
+    at = choose_positions(output, 6, torch.Generator().manual_seed(1))
+    rows = rows_at(layer, images, at)
+    assert rows.shape == (12, 3 * taps(layer))
+    bias = layer.bias if layer.bias is not None else 0
+    assert torch.allclose(rows @ layer.weight.flatten(1).T + bias, values_at(output, at), atol=1e-5)
+
+
+def test_rows_of_same_padding() -> None:
+    from timm.layers import Conv2dSame
+
+    layer = Conv2dSame(3, 4, 3, stride=2)
+    images = torch.randn(2, 3, 9, 9)
+    output = layer(images)
+    at = choose_positions(output, 100, torch.Generator().manual_seed(1))
+    got = rows_at(layer, images, at) @ layer.weight.flatten(1).T + layer.bias
+    assert torch.allclose(got, values_at(output, at), atol=1e-5)
+
+
+def test_rows_of_a_linear_layer_on_tokens() -> None:
+    layer = nn.Linear(6, 4)
+    tokens = torch.randn(3, 7, 6)
+    output = layer(tokens)
+    at = choose_positions(output, 5, torch.Generator().manual_seed(0))
+    got = rows_at(layer, tokens, at) @ layer.weight.T + layer.bias
+    assert torch.allclose(got, values_at(output, at), atol=1e-5)
+
+
+def test_grouped_and_transposed_layers_are_not_solved_for() -> None:
+    assert not is_readable(nn.Conv2d(4, 4, 3, groups=2))
+    assert not is_readable(nn.ConvTranspose2d(4, 4, 3))
+
+
+def test_positions_are_distinct_and_seeded() -> None:
+    output = torch.zeros(2, 3, 5, 5)
+    first = choose_positions(output, 10, torch.Generator().manual_seed(4))
+    again = choose_positions(output, 10, torch.Generator().manual_seed(4))
+    flat = first.rows * 5 + first.columns
+    assert all(len(set(row.tolist())) == 10 for row in flat)
+    assert torch.equal(first.rows, again.rows)
+    assert torch.equal(first.columns, again.columns)
+    assert isinstance(first, Positions)
+
+
+def test_contributions_against_direct_sums() -> None:
+    moments, u, t, unit = _problem(4, 2, 3)
+    weights = torch.randn(9, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    products, aim = contributions(moments, weights, 4)
+    parts = [u[:, unit == j] @ weights[:-1][unit == j] for j in range(4)]
+    for i, j in itertools.product(range(4), range(4)):
+        assert float(products[i, j]) == pytest.approx(
+            float((parts[i] * parts[j]).sum() / len(u)), rel=1e-4, abs=1e-6
+        )
+    for j in range(4):
+        assert float(aim[j]) == pytest.approx(float((parts[j] * t).sum() / len(u)), rel=1e-4)
+
+
+def test_drop_least_against_brute_force() -> None:
+    draw = torch.Generator().manual_seed(0)
+    parts = torch.randn(5, 50, generator=draw, dtype=torch.float64)
+    gram_matrix = parts @ parts.T
+    ranking = drop_least(gram_matrix)
+    gone: list[int] = []
+    for wanted in ranking.order[::-1]:
+        energies = {
+            j: float(parts[[*gone, j]].sum(0).square().sum()) for j in range(5) if j not in gone
+        }
+        assert wanted == min(energies, key=energies.__getitem__)
+        gone.append(wanted)
+
+
+def test_joint_loss_without_discrimination_is_reconstruction() -> None:
+    moments, _, _, _ = _problem(4, 1, 3)
+    slopes = Slopes.empty(5, 3)
+    weights = torch.randn(5, 3, dtype=torch.float64)
+    joint, metric = join(moments, slopes, weights, 1.0)
+    assert torch.allclose(joint.c, moments.c)
+    assert torch.allclose(metric, torch.eye(3, dtype=torch.float64) / 3)
+
+
+def test_joint_minimum_is_where_its_own_gradient_vanishes() -> None:
+    """The closed form against autograd on the quadratic model that it stands for."""
+    moments, u, t, _ = _problem(4, 1, 3)
+    draw = torch.Generator().manual_seed(8)
+    g = torch.randn(len(u), 3, generator=draw, dtype=torch.float64)
+    design = torch.cat([u, torch.ones(len(u), 1, dtype=u.dtype)], dim=1)
+    present = torch.randn(5, 3, generator=draw, dtype=torch.float64)
+    slopes = Slopes.empty(5, 3)
+    slopes.add(u, g, positions=4)
+    joint, _ = join(moments, slopes, present, 0.7)
+    solved = gram.refit(joint, torch.ones(5, dtype=torch.bool), ridge=0.0)
+    w = solved.clone().requires_grad_()
+    f = g.T @ g / len(u)
+    moved = design @ (w - present)
+    reconstruction = (design @ w - t).square().sum() / len(u) / (2 * 3)
+    linear = (g * moved).sum() / len(u)
+    curved = 0.5 * ((moved @ f) * moved).sum() / len(u)
+    (gradient,) = torch.autograd.grad(reconstruction + 0.7 * 4 * (linear + curved), w)
+    assert gradient.abs().max() < 1e-6 * F.normalize(solved, dim=0).abs().max() + 1e-6

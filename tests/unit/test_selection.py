@@ -1,0 +1,354 @@
+"""Budgets, methods, chains, tails, heads and stages on small networks."""
+
+from __future__ import annotations
+
+import copy
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+
+from dcptool.errors import InputError, UsageError
+from dcptool.network import models
+from dcptool.network.base import Base, Input, Network
+from dcptool.network.graph import Group, build_graph
+from dcptool.selection.budget import kept_count, parse_rate
+from dcptool.selection.chain import build_chain, run_segment
+from dcptool.selection.gram import Moments
+from dcptool.selection.heads import WithHead, head_loss, new_head
+from dcptool.selection.methods import METHODS
+from dcptool.selection.methods.question import Question
+from dcptool.selection.settings import Selection, stop_by_epsilon
+from dcptool.selection.stages import plan_stages, select
+from dcptool.selection.store import Room, Store
+from dcptool.selection.tail import build_tail
+
+SPEC = Input((3, 16, 16), (0.0,) * 3, (1.0,) * 3)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, inner, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(inner)
+        self.conv2 = nn.Conv2d(inner, width, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.act = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.relu(self.norm1(self.conv1(x)))
+        return self.act(x + self.norm2(self.conv2(inner)))
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.one = Block(8, 12)
+        self.two = Block(8, 10)
+        self.three = Block(8, 6)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.stem(x))
+        x = self.three(self.two(self.one(x)))
+        return self.head(x.mean((2, 3)))
+
+
+def _network(seed: int = 0) -> Network:
+    torch.manual_seed(seed)
+    module = Small().eval()
+    for layer in module.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            nn.init.uniform_(layer.weight, 0.5, 1.5)
+            nn.init.normal_(layer.running_mean, 0, 0.1)
+    return Network(module, Base("custom", "Small", 5), SPEC)
+
+
+def _images(count: int = 24, seed: int = 1) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return list(torch.randn(count, 3, 16, 16, generator=draw).split(8))
+
+
+@pytest.mark.parametrize(
+    ("units", "rate", "kept"),
+    [(64, "0.3", 45), (180, "0.7", 54), (10, "0.5", 5), (3, "0.99", 1), (7, "0", 7)],
+)
+def test_counts_are_exact(units: int, rate: str, kept: int) -> None:
+    assert kept_count(units, parse_rate(rate)) == kept
+
+
+def test_binary_floats_would_miscount() -> None:
+    import math
+
+    wrong = 180 - math.floor(0.7 * 180)
+    assert wrong != kept_count(180, Fraction("0.7")) or 0.7 * 180 >= 126
+
+
+@pytest.mark.parametrize("text", ["1", "-0.1", "1.5", "x", "nan", "1/0"])
+def test_bad_rates_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_rate(text)
+
+
+def test_epsilon_stops_at_the_first_small_drop() -> None:
+    losses = (10.0, 6.0, 5.0, 4.99, 1.0)
+    assert stop_by_epsilon(losses, 0.01) == 3
+    assert stop_by_epsilon(losses, 0.2) == 2
+    assert stop_by_epsilon(losses, 1e-9) == 4
+
+
+def test_smaller_epsilon_never_keeps_fewer() -> None:
+    losses = tuple(1.0 / (1 + k) for k in range(30))
+    kept = [stop_by_epsilon(losses, e) for e in (0.5, 0.1, 0.01, 0.001)]
+    assert kept == sorted(kept)
+
+
+def test_chain_gives_the_networks_own_output() -> None:
+    network = _network()
+    graph = build_graph(network.module, SPEC.size)
+    dense = [s.name for s in graph.sites.values() if s.is_dense]
+    chain = build_chain(network.module, SPEC.size, dense)
+    assert [layer for s in chain.segments for layer in s.layers] == dense
+    features = _images()[0]
+    with torch.no_grad():
+        wanted = network.module(features)
+        for segment in chain.segments:
+            features = run_segment(chain, segment, network.module, features)[segment.output]
+    assert torch.equal(features, wanted)
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet18", "zoo:vggnet", "test_efficientnet", "torchvision:squeezenet1_1"]
+)
+def test_chain_on_real_networks(name: str) -> None:
+    network = models.load(name, pretrained=False)
+    size = (3, 64, 64) if network.input.size[1] > 64 else network.input.size
+    graph = build_graph(network.module, size)
+    chain = build_chain(network.module, size, [s.name for s in graph.sites.values() if s.is_dense])
+    features = torch.randn(2, *size)
+    with torch.no_grad():
+        wanted = network.module(features)
+        for segment in chain.segments:
+            features = run_segment(chain, segment, network.module, features)[segment.output]
+    assert torch.allclose(features, wanted, atol=1e-6)
+
+
+def test_tail_runs_the_rest_with_other_weights() -> None:
+    network = _network()
+    graph = build_graph(network.module, SPEC.size)
+    chain = build_chain(
+        network.module, SPEC.size, [s.name for s in graph.sites.values() if s.is_dense]
+    )
+    images = _images()[0]
+    place = next(i for i, s in enumerate(chain.segments) if "two.conv2" in s.layers)
+    with torch.no_grad():
+        start = images
+        for segment in chain.segments[:place]:
+            start = run_segment(chain, segment, network.module, start)[segment.output]
+        tail = build_tail(chain, ["two.conv2"], place, len(chain.segments) - 1)
+        features = tail.features(network.module, start)
+        weight = torch.randn_like(network.module.two.conv2.weight)
+        end = chain.segments[-1].output
+        got = tail.finish(network.module, features, {"two.conv2": (weight, None)}, [end])[end]
+        changed = copy.deepcopy(network.module)
+        changed.two.conv2.weight.copy_(weight)
+        assert torch.allclose(got, changed(images), atol=1e-5)
+        assert not torch.allclose(got, network.module(images), atol=1e-3)
+
+
+def _question(units: int = 5, outputs: int = 3) -> Question:
+    draw = torch.Generator().manual_seed(0)
+    u = torch.randn(200, units, generator=draw)
+    weights = torch.randn(units + 1, outputs, generator=draw, dtype=torch.float64)
+    moments = Moments.empty(torch.arange(units), outputs)
+    moments.add(u, (u.double() @ weights[:-1]).float())
+    group = Group("g", tuple(range(units)), units, ("p",), (), ("c",), "prunable", "")
+    filters = torch.tensor([3.0, 1.0, 2.0, 5.0, 4.0], dtype=torch.float64)
+    zeros = torch.tensor([0.5, 0.1, 0.9, 0.3, 0.2], dtype=torch.float64)
+    return Question(group, [moments.mean()], [weights], filters, zeros)
+
+
+def test_l1_keeps_the_largest_filters() -> None:
+    assert METHODS["l1"].order(_question()).order == (3, 4, 0, 2, 1)
+
+
+def test_apoz_keeps_the_fewest_zeros() -> None:
+    assert METHODS["apoz"].order(_question()).order == (1, 4, 3, 0, 2)
+
+
+def test_apoz_refuses_activations_without_zeros() -> None:
+    question = _question()
+    blind = Question(question.group, question.moments, question.weights, question.filters, None)
+    with pytest.raises(UsageError, match="apoz cannot rank g"):
+        METHODS["apoz"].order(blind)
+
+
+def test_random_is_seeded_by_run_and_group() -> None:
+    question = _question()
+    order = METHODS["random"].order(question).order
+    assert sorted(order) == list(range(5))
+    assert order == METHODS["random"].order(question).order
+
+
+def test_cp_follows_the_lasso_path() -> None:
+    """Independent contributions: the path lets the smallest go first."""
+    draw = torch.Generator().manual_seed(0)
+    u = torch.randn(4000, 4, generator=draw)
+    scale = torch.tensor([1.0, 8.0, 2.0, 4.0], dtype=torch.float64)
+    weights = torch.cat([torch.diag(scale), torch.zeros(1, 4, dtype=torch.float64)])
+    moments = Moments.empty(torch.arange(4), 4)
+    moments.add(u, (u.double() @ weights[:-1]).float())
+    group = Group("g", (0, 1, 2, 3), 4, ("p",), (), ("c",), "prunable", "")
+    question = Question(group, [moments.mean()], [weights], scale, None)
+    assert METHODS["cp"].order(question).order == (1, 3, 2, 0)
+    assert METHODS["thinet"].order(question).order == (1, 3, 2, 0)
+    assert METHODS["dcp"].order(question).order == (1, 3, 2, 0)
+
+
+@pytest.mark.parametrize("method", ["dcp", "random", "l1", "apoz", "thinet", "cp"])
+def test_every_method_keeps_exactly_kappa_and_proves_it(method: str) -> None:
+    network = _network()
+    before = {k: v.clone() for k, v in network.module.state_dict().items()}
+    settings = Selection(rate=Fraction("0.5"), method=method, positions=16)
+    outcome = select(network, _images(), settings)
+    kept = {choice.group: len(choice.kept) for choice in outcome.choices}
+    assert kept == {"one.conv1": 6, "two.conv1": 5, "three.conv1": 3}
+    assert outcome.network.module.one.conv1.out_channels == 6
+    assert outcome.network.module.one.conv2.in_channels == 6
+    assert outcome.proof is not None
+    assert outcome.proof.difference < 1e-5
+    after = network.module.state_dict()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_rate_zero_is_a_copy() -> None:
+    network = _network()
+    outcome = select(network, _images(), Selection(rate=Fraction(0), method="l1"))
+    for key, value in network.module.state_dict().items():
+        assert torch.equal(outcome.network.module.state_dict()[key], value), key
+
+
+def test_same_seed_same_weights() -> None:
+    settings = Selection(rate=Fraction("0.5"), positions=16, seed=3)
+    first = select(_network(), _images(), settings).network.module.state_dict()
+    again = select(_network(), _images(), settings).network.module.state_dict()
+    assert all(torch.equal(first[k], again[k]) for k in first)
+
+
+def test_refit_beats_plain_removal() -> None:
+    network, images = _network(), _images(64)
+    dense = torch.cat([network.module(x) for x in images])
+
+    def distance(method: str) -> float:
+        settings = Selection(rate=Fraction("0.5"), method=method, positions=64)
+        slim = select(network, images, settings).network.module
+        with torch.no_grad():
+            return float((torch.cat([slim(x) for x in images]) - dense).norm() / dense.norm())
+
+    assert distance("dcp") < 0.5 * distance("l1")
+
+
+def test_keep_leaves_a_group_whole() -> None:
+    settings = Selection(rate=Fraction("0.5"), method="l1", keep=("two.*",))
+    outcome = select(_network(), _images(), settings)
+    assert [c.group for c in outcome.choices] == ["one.conv1", "three.conv1"]
+    assert outcome.network.module.two.conv1.out_channels == 10
+
+
+def test_plan_decides_the_counts() -> None:
+    settings = Selection(plan={"one.conv1": 3}, method="dcp", positions=16)
+    outcome = select(_network(), _images(), settings)
+    assert outcome.network.module.one.conv1.out_channels == 3
+    assert outcome.network.module.two.conv1.out_channels == 10
+
+
+def test_pruning_twice_composes() -> None:
+    network, images = _network(), _images()
+    settings = Selection(rate=Fraction("0.5"), positions=16)
+    once = select(network, images, settings).network
+    twice = select(once, images, settings).network
+    assert twice.module.one.conv1.out_channels == 3
+    kept = twice.cuts["one.conv1"].outputs
+    assert kept is not None
+    assert len(kept) == 3
+    assert set(kept) <= set(once.cuts["one.conv1"].outputs or ())
+
+
+def test_residual_groups_when_opened() -> None:
+    settings = Selection(rate=Fraction("0.5"), method="l1", prune_residual=True)
+    outcome = select(_network(), _images(), settings)
+    assert outcome.network.module.stem.out_channels == 4
+    assert outcome.network.module.head.in_features == 4
+
+
+def test_nothing_to_prune_names_the_option_that_opens() -> None:
+    network = models.load("repvgg_a0", pretrained=False, img_size=64)
+    network.input = Input((3, 64, 64), *[(0.0,) * 3, (1.0,) * 3])
+    with pytest.raises(InputError) as caught:
+        select(network, [torch.zeros(2, 3, 64, 64)], Selection(rate=Fraction("0.5")))
+    assert "--prune-residual" in caught.value.try_
+
+
+def test_stages_end_at_the_pivots() -> None:
+    network = _network()
+    graph = build_graph(network.module, SPEC.size)
+    stages = plan_stages(network, graph, Selection(losses=1))
+    assert [pivot for pivot, _ in stages] == ["two", None]
+    ends = [end for _, end in stages]
+    assert ends == sorted(ends)
+
+
+def test_stages_train_and_order_by_the_joint_loss() -> None:
+    network, images = _network(), _images()
+    seen: list[str | None] = []
+
+    def fit_stage(module: nn.Module, pivot: str | None, number: int):
+        seen.append(pivot)
+        head = new_head(8, 5, number).eval() if pivot else None
+        labels = torch.arange(8) % 5
+
+        def loss(value: torch.Tensor) -> torch.Tensor:
+            scores = head(value) if head is not None else value
+            return nn.functional.cross_entropy(scores, labels, reduction="sum")
+
+        return [loss] * len(images)
+
+    settings = Selection(rate=Fraction("0.5"), positions=16, losses=1)
+    outcome = select(network, images, settings, fit_stage=fit_stage)
+    assert seen == ["two", None]
+    assert [len(c.kept) for c in outcome.choices] == [6, 5, 3]
+    assert outcome.network.module.three.conv2.in_channels == 3
+
+
+def test_head_sees_the_pivot_and_is_gone_afterwards() -> None:
+    network = _network().module
+    head = new_head(8, 5, 0)
+    both = WithHead(network, "one", head)
+    images = _images()[0]
+    ran: list[str] = []
+    network.two.register_forward_hook(lambda *_: ran.append("two"))
+    with both.attached():
+        outcome = head_loss(both, images, torch.zeros(8, dtype=torch.long))
+        assert ran == []
+        outcome.loss.backward()
+    assert network.one.conv1.weight.grad is not None
+    assert network.two.conv1.weight.grad is None
+    assert head.linear.weight.grad is not None
+    assert not network.one._forward_hooks
+
+
+def test_store_spills_to_disk_above_the_limit(tmp_path) -> None:
+    room = Room(100, tmp_path)
+    store = Store(room)
+    chunks = [torch.arange(20.0) + i for i in range(4)]
+    for chunk in chunks:
+        store.add(chunk)
+    assert room.used <= 100
+    assert len(list(tmp_path.rglob("*.bin"))) == 3
+    assert all(torch.equal(a, b) for (a,), b in zip(store, chunks, strict=True))
+    store.clear()
+    assert not list(tmp_path.rglob("*.bin"))
+    room.close()
+    assert not list(tmp_path.iterdir())
