@@ -135,7 +135,7 @@ def test_losses_never_rise_with_more_units() -> None:
 
 
 def test_columns_outside_the_group_are_always_there() -> None:
-    moments, u, t, unit = _problem(4, 1, 2)
+    moments, u, t, _ = _problem(4, 1, 2)
     moments.unit = torch.tensor([-1, 0, 1, 2, -1])
     ranking = gram.forward_order([moments], 3, ridge=1e-12)
     assert ranking.losses[0] == pytest.approx(_loss(u, t, torch.tensor([0])), rel=1e-4)
