@@ -221,7 +221,7 @@ def _work(model: str, settings: Any, options: dict[str, Any]) -> dict[str, Any]:
     network, data = _open(model, options, device)
     if data.labelled:
         check_classes(network, data)
-    _check_plan(network, settings)
+    pipeline.check(network, data, settings, training=not options["no_training"])
     folder = _folder(model, settings, options)
     console.note(f"pruning {network.base} ({network.weights}) on {data.source} in {folder}")
     again = shlex.join(["dcptool", *sys.argv[1:]])
@@ -280,28 +280,6 @@ def _open(model: str, options: dict[str, Any], device: str) -> tuple[Any, Any]:
         network, data, seed=options["seed"], device=device, runs=runs, resume_command=again
     )
     return fitted, data
-
-
-def _check_plan(network: Any, settings: Any) -> None:
-    """Refuse a plan that names groups or counts which the network does not have."""
-    if settings.plan is None:
-        return
-    from dcptool.network.graph import build_graph
-
-    graph = build_graph(network.module, network.input.size)
-    sizes = {group.name: len(group.units) for group in graph.groups if group.units}
-    faults = [f"there is no group {name} to cut" for name in settings.plan if name not in sizes]
-    faults += [
-        f"{name} has {sizes[name]} units, the plan keeps {keep}"
-        for name, keep in settings.plan.items()
-        if name in sizes and keep > sizes[name]
-    ]
-    if faults:
-        raise InputError(
-            f"the plan does not fit {network.base}",
-            why="\n".join(faults[:10]),
-            try_=f"dcptool analyze {network.base} --emit-plan plan.json",
-        )
 
 
 def _folder(model: str, settings: Any, options: dict[str, Any]) -> Path:

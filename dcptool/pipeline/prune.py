@@ -15,13 +15,14 @@ from safetensors.torch import save as safetensors_bytes
 from torch import Tensor, nn
 
 from dcptool import console, files
-from dcptool.errors import GateFailed, UsageError
+from dcptool.errors import GateFailed, InputError, UsageError
 from dcptool.network import artifact, cost
 from dcptool.network.base import Network
+from dcptool.network.graph import build_graph
 from dcptool.selection.heads import Head, WithHead, head_loss, new_head
 from dcptool.selection.probe import LossAt
 from dcptool.selection.settings import Selection
-from dcptool.selection.stages import Choice, Outcome, select
+from dcptool.selection.stages import Choice, Outcome, nothing_to_prune, select
 from dcptool.training import signals
 from dcptool.training.data import Data, samples
 from dcptool.training.evaluate import Accuracy, evaluate, predictor
@@ -61,15 +62,37 @@ class Agreement:
     images: int
 
 
-def prune(network: Network, data: Data, job: Job, folder: Path) -> dict[str, Any]:
-    """Prune `network` on `data` and publish the artifact in `folder`; returns the document."""
-    started = time.monotonic()
-    if job.training and not data.labelled:
+def check(network: Network, data: Data, settings: Selection, *, training: bool) -> None:
+    """Refuse what cannot work, before anything is written."""
+    if training and not data.labelled:
         raise UsageError(
             "images without labels cannot train",
             why="the stages of DCP are fine-tuned with labels",
             try_="add --no-training, or give labels with --data-dir",
         )
+    graph = build_graph(network.module, data.input.size)
+    if settings.plan is None:
+        if not settings.groups(graph):
+            raise nothing_to_prune(network, graph)
+        return
+    sizes = {group.name: len(group.units) for group in graph.groups if group.units}
+    faults = [f"there is no group {name} to cut" for name in settings.plan if name not in sizes]
+    faults += [
+        f"{name} has {sizes[name]} units, the plan keeps {keep}"
+        for name, keep in settings.plan.items()
+        if name in sizes and keep > sizes[name]
+    ]
+    if faults:
+        raise InputError(
+            f"the plan does not fit {network.base}",
+            why="\n".join(faults[:10]),
+            try_=f"dcptool analyze {network.base} --emit-plan plan.json",
+        )
+
+
+def prune(network: Network, data: Data, job: Job, folder: Path) -> dict[str, Any]:
+    """Prune `network` on `data` and publish the artifact in `folder`; returns the document."""
+    started = time.monotonic()
     network.input = data.input
     if data.labelled and data.classes:
         network.classes = data.classes
