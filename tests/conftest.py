@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ["DCPTOOL_OFFLINE"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Whoever starts the tests in the background may have signals ignored, and children inherit that;
+# what is tested is a command that somebody starts and stops by hand.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for _number in (signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, signal.SIG_DFL)
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
