@@ -24,7 +24,7 @@ from dcptool.training.losses import cross_entropy
 from dcptool.training.schedule import Schedule
 
 STEPS = 160
-BATCH = 64
+BATCH = 32
 LR = 0.05
 
 
