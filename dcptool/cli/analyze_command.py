@@ -69,6 +69,13 @@ def command(
     """
     from dcptool import files
     from dcptool.errors import UsageError
+
+    if plot is not None and plot.suffix not in (".png", ".svg"):
+        raise UsageError(f"cannot draw {plot}", why="a plot is a .png or .svg file")
+    for path in (emit_plan, plot):
+        if path is not None:
+            files.require_new(path, force=force)
+
     from dcptool.network.artifact import open_target
     from dcptool.pipeline.analysis import analyze, plan_document
     from dcptool.selection.budget import parse_rate
@@ -76,11 +83,6 @@ def command(
     rates = rates or ("0.3", "0.5", "0.7")
     for rate in rates:
         parse_rate(rate)
-    if plot is not None and plot.suffix not in (".png", ".svg"):
-        raise UsageError(f"cannot draw {plot}", why="a plot is a .png or .svg file")
-    for path in (emit_plan, plot):
-        if path is not None:
-            files.require_new(path, force=force)
     options["pretrained"] = False
     network = open_target(model, **options)
     analysis = analyze(network, rates=rates, scope=scope, losses=losses)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from dcptool.network.graph import ChannelGraph, Site
+from dcptool.network.surgery import is_standardised
 
 COUNTED = ("conv", "linear")
 
@@ -75,6 +76,8 @@ def _site_cost(site: Site, module: nn.Module, gone: np.ndarray) -> tuple[int, in
     width = kept_in if site.groups == 1 else inputs // site.groups
     slim = kept_out * width * per_pair
     rest = (before - weight) * kept_out // outputs
+    if kept_in < inputs and "gain" in own and is_standardised(layer):
+        rest -= kept_out  # its gain is baked into the weights
     return before, slim + rest, slim * site.positions
 
 

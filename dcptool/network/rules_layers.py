@@ -24,6 +24,7 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @rule(nn.Conv1d, nn.Conv2d, nn.Conv3d, tl.Conv2dSame)
+@rule(tl.StdConv2d, tl.StdConv2dSame, tl.ScaledStdConv2d, tl.ScaledStdConv2dSame)
 @rule(*TRANSPOSED)
 def convolution(flow: Flow, conv: nn.Conv2d, labels: Tensor) -> Tensor:
     """Dense: fresh labels. Grouped: inputs and outputs of a group stay together."""
@@ -40,15 +41,6 @@ def convolution(flow: Flow, conv: nn.Conv2d, labels: Tensor) -> Tensor:
     return spread(outputs, shape, dim)
 
 
-@rule(tl.StdConv2d, tl.StdConv2dSame, tl.ScaledStdConv2d, tl.ScaledStdConv2dSame)
-def standardised_convolution(flow: Flow, conv: nn.Conv2d, labels: Tensor) -> Tensor:
-    """Its weights are normalised over the inputs, so that an input gone is not a weight gone."""
-    result = convolution(flow, conv, labels)
-    site = flow.sites[str(flow.node.target)]  # type: ignore[union-attr]
-    flow.ties.freeze(site.inputs, f"{flow.place} normalises its weights over its inputs")
-    return result
-
-
 @rule(nn.Linear, tl.Linear)
 def linear(flow: Flow, layer: nn.Linear, labels: Tensor) -> Tensor:
     """Reads the last dimension; after a flatten one channel is several columns."""
@@ -62,7 +54,8 @@ def linear(flow: Flow, layer: nn.Linear, labels: Tensor) -> Tensor:
 @rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 @rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 @rule(norm_act.BatchNormAct2d, norm_act.SyncBatchNormAct, norm_act.FrozenBatchNormAct2d)
-@rule(torchvision.ops.FrozenBatchNorm2d)
+@rule(torchvision.ops.FrozenBatchNorm2d, tl.EvoNorm2dB0, tl.EvoNorm2dB1, tl.EvoNorm2dB2)
+@rule(tl.FilterResponseNormTlu2d, tl.FilterResponseNormAct2d)
 def channel_norm(flow: Flow, norm: nn.Module, labels: Tensor) -> Tensor:
     """Works on each channel alone and is cut with it."""
     vector = flow.per_channel(labels, 1, f"{flow.place} norms over mixed channels")
@@ -70,12 +63,15 @@ def channel_norm(flow: Flow, norm: nn.Module, labels: Tensor) -> Tensor:
 
 
 @rule(nn.GroupNorm, tl.GroupNorm, tl.GroupNorm1, norm_act.GroupNormAct, norm_act.GroupNorm1Act)
+@rule(tl.EvoNorm2dS0, tl.EvoNorm2dS0a, tl.EvoNorm2dS1, tl.EvoNorm2dS1a, tl.EvoNorm2dS2)
+@rule(tl.EvoNorm2dS2a)
 def group_norm(flow: Flow, norm: nn.GroupNorm, labels: Tensor) -> Tensor:
     """Channels of one norm group share their statistics: whole groups go."""
     vector = flow.per_channel(labels, 1, f"{flow.place} norms over mixed channels")
-    if norm.num_groups == 1:
+    groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else norm.groups
+    if groups == 1:
         flow.ties.freeze(vector, f"{flow.place} normalises over all its channels")
-    bundle = vector.view(norm.num_groups, -1)
+    bundle = vector.view(groups, -1)
     flow.ties.join(bundle, bundle[:, :1].expand_as(bundle))
     return spread(flow.site("group_norm", vector, vector), flow.shape(), 1)
 

@@ -11,10 +11,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
+import timm.layers as tl
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcptool.errors import GateFailed, InputError
@@ -77,6 +79,8 @@ def cut(module: nn.Module, cuts: Mapping[str, Cut]) -> None:
             target = getattr(module.get_submodule(owner), leaf)
         except AttributeError as err:
             raise InputError(f"cannot cut {name}", why="the network has no such part") from err
+        if is_standardised(target) and kept.inputs is not None:
+            bake(target)
         if isinstance(target, Tensor):
             _set(module.get_submodule(owner), leaf, _take(target, kept.dim, kept.outputs))
             continue
@@ -101,6 +105,53 @@ def _set(owner: nn.Module, name: str, tensor: Tensor) -> None:
         setattr(owner, name, nn.Parameter(tensor.clone(), requires_grad=old.requires_grad))
     else:
         setattr(owner, name, tensor.clone())
+
+
+_STANDARDISED = (tl.StdConv2d, tl.StdConv2dSame, tl.ScaledStdConv2d, tl.ScaledStdConv2dSame)
+
+
+def is_standardised(layer: object) -> TypeGuard[nn.Conv2d]:
+    """Whether a layer's weights are normalised over its inputs at each call.
+
+    Not so when it is grouped: whole groups go, and the rest keep all their inputs.
+    """
+    return isinstance(layer, _STANDARDISED) and layer.groups == 1
+
+
+def bake(conv: nn.Conv2d) -> None:
+    """Turn a standardised convolution, in place, into a plain one with the weights that it used.
+
+    Only then is an input gone the same as a weight gone.
+    """
+    gain = getattr(conv, "gain", None)
+    with torch.no_grad():
+        weight = F.batch_norm(
+            conv.weight.reshape(1, conv.out_channels, -1),
+            None,
+            None,
+            weight=None if gain is None else (gain * conv.scale).view(-1),
+            training=True,
+            momentum=0.0,
+            eps=float(conv.eps),  # type: ignore[arg-type]
+        ).reshape_as(conv.weight)
+    _set(conv, "weight", weight)
+    if gain is not None:
+        del conv.gain
+    conv.__class__ = tl.Conv2dSame if getattr(conv, "same_pad", False) else nn.Conv2d
+
+
+def bake_readers(module: nn.Module, graph: ChannelGraph, groups: Iterable[Group]) -> dict[str, Cut]:
+    """Bake all standardised readers of `groups`, for code that is about to change their weights.
+
+    Returns cuts that keep every input; recorded with the network, they bake on loading too.
+    """
+    cuts: dict[str, Cut] = {}
+    for name in dict.fromkeys(name for group in groups for name in group.consumers):
+        layer = module.get_submodule(name)
+        if is_standardised(layer):
+            bake(layer)
+            cuts[name] = Cut(tuple(range(layer.in_channels)), None, graph.sites[name].dim)
+    return cuts
 
 
 def _cut_conv(conv: nn.Module, kept: Cut) -> None:
@@ -134,9 +185,14 @@ def _cut_linear(layer: nn.Module, kept: Cut) -> None:
 
 
 def _cut_group_norm(norm: nn.Module, kept: Cut) -> None:
-    assert isinstance(norm, nn.GroupNorm)
+    width = "num_groups" if isinstance(norm, nn.GroupNorm) else "groups"
     if kept.outputs is not None:
-        norm.num_groups = norm.num_groups * len(kept.outputs) // norm.num_channels
+        channels = (
+            norm.num_channels
+            if isinstance(norm, nn.GroupNorm)
+            else _channel_tensors(norm)["weight"].shape[0]
+        )
+        setattr(norm, width, getattr(norm, width) * len(kept.outputs) // channels)
     _cut_channels(norm, kept)
 
 
@@ -164,7 +220,7 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _ROWS: tuple[tuple[type | tuple[type, ...], Callable[[nn.Module, Cut], None]], ...] = (
     ((nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED), _cut_conv),
     (nn.Linear, _cut_linear),
-    (nn.GroupNorm, _cut_group_norm),
+    ((nn.GroupNorm, tl.EvoNorm2dS0, tl.EvoNorm2dS1, tl.EvoNorm2dS2), _cut_group_norm),
 )
 
 
@@ -194,6 +250,8 @@ def mask(module: nn.Module, graph: ChannelGraph, dead: set[int]) -> None:
             columns = np.flatnonzero(np.isin(site.inputs, gone))
             if site.is_dense and len(columns):
                 layer = module.get_submodule(site.name)
+                if is_standardised(layer):
+                    bake(layer)
                 dim = 0 if isinstance(layer, _TRANSPOSED) else 1
                 layer.weight.index_fill_(dim, torch.from_numpy(columns), 0.0)  # type: ignore[operator]
 
@@ -206,7 +264,8 @@ def fits(
     `trial` is a copy without data; it is cut, run and put back as it was.
     """
     cuts = plan_cuts(graph, {unit for group in groups for unit in group.units[1::2]})
-    before = [(owner, _state(owner)) for owner in {_owner(trial, name) for name in cuts}]
+    owners = {_owner(trial, name) for name in cuts}
+    before = [(owner, type(owner), _state(owner)) for owner in owners]
     try:
         cut(trial, cuts)
         with torch.no_grad():
@@ -214,7 +273,8 @@ def fits(
     except Exception:  # noqa: BLE001, RUF100 - any error in foreign code means that it does not fit
         return False
     finally:
-        for owner, state in before:
+        for owner, kind, state in before:
+            owner.__class__ = kind
             owner.__dict__.clear()
             owner.__dict__.update(state)
     return True

@@ -22,6 +22,8 @@ NETWORKS = [
     "timm:test_byobnet",
     "timm:test_convnext",
     "timm:test_vit",
+    "timm:test_nfnet",
+    "timm:test_efficientnet_evos",
     "timm:mobilenetv3_small_050",
     "torchvision:shufflenet_v2_x0_5",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import timm.layers as tl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -347,12 +348,52 @@ def test_a_layer_that_inherits_its_forward_has_the_rule() -> None:
     assert rules.layer_rule(Renamed(1, 1, 1)) is rules.layer_rule(nn.Conv2d(1, 1, 1))
 
 
-def test_weights_normalised_over_inputs_lock_the_inputs() -> None:
-    from timm.layers import StdConv2d
+@pytest.mark.parametrize(
+    "kind", ["StdConv2d", "StdConv2dSame", "ScaledStdConv2d", "ScaledStdConv2dSame"]
+)
+def test_standardised_convolutions_are_cut_like_others(kind: str) -> None:
+    options = {"padding": "same"} if kind.endswith("Same") else {}
+    net = Toy(lambda m, x: m.a(x), 8, a=getattr(tl, kind)(8, 8, 3, stride=2, **options))
+    assert widths(read(net))["stem"] == ("prunable", 8)
 
-    graph = read(Toy(lambda m, x: m.a(x), 8, a=StdConv2d(8, 8, 1)))
-    assert "a normalises its weights over its inputs" in reason(graph, "stem")
-    assert widths(graph)["a"] == ("prunable", 8)
+
+@pytest.mark.parametrize("kind", ["EvoNorm2dS0", "EvoNorm2dB0", "FilterResponseNormTlu2d"])
+def test_rarer_norms_of_timm(kind: str) -> None:
+    options = {"groups": 4} if "S0" in kind else {}
+    graph = read(Toy(lambda m, x: m.norm(x), 8, norm=getattr(tl, kind)(8, **options)))
+    assert widths(graph)["stem"] == ("prunable", 4 if options else 8)
+
+
+def test_a_recurrent_layer_locks_and_costs_no_time() -> None:
+    def rows(m: nn.Module, x: Tensor) -> Tensor:
+        return m.lstm(x.mean(2).transpose(1, 2))[0].transpose(1, 2).unsqueeze(2)
+
+    net = Toy(rows, 10, lstm=nn.LSTM(8, 5, batch_first=True, bidirectional=True))
+    assert "lstm (LSTM) has no rule" in reason(read(net), "stem")
+
+
+def test_sizes_taken_from_a_tensor_follow_a_cut() -> None:
+    def tokens(m: nn.Module, x: Tensor) -> Tensor:
+        x = x.flatten(2).transpose(1, 2)
+        x = m.norm(x.flatten(0, 1)).reshape_as(x)
+        return x.transpose(1, 2).unsqueeze(2)
+
+    assert widths(read(Toy(tokens, 8, norm=nn.BatchNorm1d(8))))["stem"] == ("prunable", 8)
+
+
+class StrangeBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.after, self.reader = Strange(), conv(8, 6), conv(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reader(self.after(self.odd(x)))
+
+
+def test_only_the_part_that_cannot_be_followed_is_opaque() -> None:
+    graph = read(Toy(lambda m, x: m.block(x), 8, block=StrangeBlock()))
+    assert "block.odd (Strange) has no rule" in reason(graph, "stem")
+    assert widths(graph)["block.after"] == ("prunable", 6)
 
 
 @pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.AvgPool2d(3), nn.AdaptiveAvgPool2d(2)])

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import timm
+import timm.layers as tl
 import torch
 from torch import Tensor, nn
 
@@ -13,8 +14,11 @@ from dcptool.errors import GateFailed, InputError
 from dcptool.network.base import Cut
 from dcptool.network.graph import build_graph
 from dcptool.network.surgery import (
+    bake,
+    bake_readers,
     compose,
     cut,
+    is_standardised,
     mask,
     plan_cuts,
     prove,
@@ -177,3 +181,47 @@ def test_random_weights_are_no_ones_and_zeros() -> None:
     again = timm.create_model("test_convnext").eval()
     randomise(again)
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "kind", ["StdConv2d", "StdConv2dSame", "ScaledStdConv2d", "ScaledStdConv2dSame"]
+)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_baking_a_standardised_convolution_changes_nothing(kind: str, stride: int) -> None:
+    torch.manual_seed(0)
+    options = {"padding": "same"} if kind.endswith("Same") else {}
+    conv = getattr(tl, kind)(4, 6, 3, stride=stride, bias=True, **options)
+    randomise(conv)
+    image = torch.randn(2, 4, 9, 9)
+    wanted = conv(image)
+    bake(conv)
+    assert not is_standardised(conv)
+    torch.testing.assert_close(conv(image), wanted)
+
+
+def test_only_cut_inputs_make_a_standardised_convolution_plain() -> None:
+    conv = tl.ScaledStdConv2d(4, 6, 3)
+    net = nn.Sequential(conv)
+    cut(net, {"0": Cut(None, (0, 2))})
+    assert is_standardised(conv)
+    assert conv.gain.shape[0] == 2
+    cut(net, {"0": Cut((1, 3), None)})
+    assert type(conv) is nn.Conv2d
+    assert set(conv.state_dict()) == {"weight", "bias"}
+    assert net(torch.zeros(1, 2, 5, 5)).shape == (1, 2, 5, 5)
+
+
+def test_layers_can_be_baked_before_their_weights_are_changed() -> None:
+    net = timm.create_model("test_nfnet").eval()
+    graph = build_graph(net, (3, 160, 160))
+    groups = graph.open_groups()
+    cuts = bake_readers(net, graph, groups)
+    readers = {name for group in groups for name in group.consumers}
+    assert set(cuts) <= readers
+    assert cuts
+    assert not any(is_standardised(net.get_submodule(name)) for name in readers)
+    again = timm.create_model("test_nfnet").eval()
+    cut(again, cuts)
+    again.load_state_dict(net.state_dict())
+    image = torch.randn(1, 3, 160, 160)
+    assert torch.equal(again(image), net(image))
