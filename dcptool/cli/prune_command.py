@@ -44,18 +44,21 @@ selection_options = packed(
         help="The rule that orders channels.",
     ),
     click.option(
+        "--solver",
+        type=click.Choice(["gram", "sgd"]),
+        default="gram",
+        show_default=True,
+        help="Closed form, or the paper's loop: two walks over the samples for each channel.",
+    ),
+    click.option(
         "--target",
         type=click.Choice(["block", "conv"]),
-        default="block",
-        show_default=True,
-        help="What is reconstructed: the next residual sum, or the layer's own output.",
+        help="Reconstruct the next residual sum (gram), or the layer's own output (sgd).",
     ),
     click.option(
         "--score",
         type=click.Choice(["drop", "gradient", "rise"]),
-        default="drop",
-        show_default=True,
-        help="Order by drop of the loss, by gradient norm (the paper), or by removal.",
+        help="Order by drop of the loss (gram), by gradient norm (sgd), or by removal.",
     ),
     click.option(
         "--lambda",
@@ -159,6 +162,9 @@ def command(
     emit("prune", document, _text(document), as_json=as_json)
 
 
+_CLOSED_FORM = {"target": "block", "score": "drop"}
+
+
 def _settings(given: dict[str, Any], seed: int, batch_size: int) -> Any:
     from dcptool.selection.budget import parse_rate
     from dcptool.selection.settings import Selection
@@ -173,6 +179,11 @@ def _settings(given: dict[str, Any], seed: int, batch_size: int) -> Any:
         faults.append(f"--epsilon {given['epsilon']:g} is out of range: 0 < epsilon < 1")
     if given["epsilon"] is not None and given["method"] not in ("dcp", "thinet"):
         faults.append(f"--epsilon needs a loss to watch, which --method {given['method']} has not")
+    loop = given["solver"] == "sgd"
+    defaults = {"target": "conv", "score": "gradient"} if loop else _CLOSED_FORM
+    given = {k: defaults[k] if k in defaults and v is None else v for k, v in given.items()}
+    if loop and (given["target"], given["score"]) != ("conv", "gradient"):
+        faults.append("--solver sgd is the paper's loop: --target conv and --score gradient")
     rate = None
     if given["rate"] is not None:
         try:

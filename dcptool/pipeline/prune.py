@@ -19,8 +19,8 @@ from dcptool.errors import GateFailed, InputError, UsageError
 from dcptool.network import artifact, cost
 from dcptool.network.base import Network
 from dcptool.network.graph import build_graph
+from dcptool.selection.greedy import LossAt
 from dcptool.selection.heads import Head, WithHead, head_loss, new_head
-from dcptool.selection.probe import LossAt
 from dcptool.selection.settings import Selection
 from dcptool.selection.stages import Choice, Outcome, nothing_to_prune, select
 from dcptool.training import signals
@@ -235,7 +235,10 @@ def _record(folder: Path, choice: Choice) -> None:
         "group": choice.group,
         "units": choice.units,
         "kept": list(choice.kept),
+        "order": list(choice.order),
         "losses": [float(f"{loss:.6g}") for loss in choice.losses],
+        "norms": [float(f"{norm:.6g}") for norm in choice.norms],
+        "dead": choice.dead,
         "stopped": choice.why_stopped,
     }
     with (folder / STEPS_FILE).open("a", encoding="utf-8") as stream:

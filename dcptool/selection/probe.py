@@ -6,7 +6,7 @@ network and for the one being pruned, and runs no further than asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,11 @@ from dcptool.network.graph import ChannelGraph, Group
 from dcptool.selection.chain import Chain, Segment, run_segment
 from dcptool.selection.features import choose_positions, is_readable, rows_at, taps, values_at
 from dcptool.selection.gram import Moments
+from dcptool.selection.greedy import Joint, LossAt
 from dcptool.selection.joint import Slopes
 from dcptool.selection.store import Room, Store
 from dcptool.selection.tail import build_tail
 from dcptool.selection.targets import Target, find_target, invert, norm_scale
-
-LossAt = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -95,10 +94,38 @@ class Probe:
 
     def units(self, name: str, group: Group | None) -> Tensor:
         """The unit of each column of a layer's rows; -1 for columns that stay."""
+        columns = self.channel_units(name, group)
+        return columns.repeat_interleave(taps(self.current.get_submodule(name)))
+
+    def channel_units(self, name: str, group: Group | None) -> Tensor:
+        """The unit of each input channel of a layer; -1 for channels that stay."""
         index = {unit: i for i, unit in enumerate(group.units)} if group is not None else {}
         inputs = self.graph.sites[name].inputs.tolist()
-        columns = torch.tensor([index.get(unit, -1) for unit in inputs])
-        return columns.repeat_interleave(taps(self.current.get_submodule(name)))
+        return torch.tensor([index.get(unit, -1) for unit in inputs])
+
+    def joint(
+        self, names: Sequence[str], pivot: str | None, heads: Sequence[LossAt], strength: float
+    ) -> Joint:
+        """The joint loss of some layers of the present segment, with features computed once."""
+        end, last = self.chain.end_of(pivot)
+        last = last if heads and strength else self.place
+        tail = build_tail(self.chain, names, self.place, last)
+        features, targets = Store(self.room), Store(self.room)
+        calls = list(tail.readers)
+        pairs = zip(self.current_features, self.dense_features, strict=True)
+        for (now,), (then,) in pairs:
+            features.add(*tail.features(self.current, now))
+            wanted = run_segment(self.chain, self.segment, self.dense, then, calls)
+            targets.add(*[self._as_kept(wanted[node], str(node.target)) for node in calls])
+        return Joint(tail, self.current, features, targets, strength, end if heads else None, heads)
+
+    def _as_kept(self, output: Tensor, name: str) -> Tensor:
+        """The channels of a dense output that the current layer still has."""
+        kept = self.cuts[name].outputs if name in self.cuts else None
+        if kept is None:
+            return output
+        dim = 1 if output.dim() == 4 else output.dim() - 1
+        return output.index_select(dim, torch.tensor(kept))
 
     def _rows(self, name: str, layer: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         target = self.target_of(name)

@@ -22,14 +22,17 @@ from dcptool.network.graph import ChannelGraph, Group, build_graph
 from dcptool.network.surgery import Proof, compose, cut, plan_cuts, prove
 from dcptool.selection.chain import Chain, build_chain
 from dcptool.selection.gram import Moments, Ranking, refit
+from dcptool.selection.greedy import LossAt, choose
 from dcptool.selection.joint import join, weigh
 from dcptool.selection.methods import METHODS
 from dcptool.selection.methods.question import Question, filter_sums
-from dcptool.selection.probe import LossAt, Probe
+from dcptool.selection.probe import Probe
 from dcptool.selection.settings import Selection, stop_by_epsilon
 from dcptool.selection.store import Room
 
 READER_RIDGE = 1e-2
+# Methods that the paper trains channel by channel; the others have a closed form of their own.
+LOOPED = ("dcp", "random")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Choice:
     losses: tuple[float, ...]
     why_stopped: str
     dead: int = 0
+    order: tuple[int, ...] = ()
+    norms: tuple[float, ...] = ()
 
 
 @dataclass
@@ -192,11 +197,14 @@ class _Stage:
                         )
                         if report is not None:
                             report(choice)
-                    if not groups and changed and refits and self.probe.readable(name):
+                    if not groups and changed and refits and self._solves(name):
                         self._refit(name, None, ridge=READER_RIDGE)
                 if place + 1 < len(self.chain.segments):
                     self.probe.advance()
         return self.removed
+
+    def _solves(self, name: str) -> bool:
+        return self.settings.solver == "gram" and self.probe.readable(name)
 
     def _decisions(self) -> dict[str, list[Group]]:
         """Groups by the layer that reads them last."""
@@ -208,6 +216,8 @@ class _Stage:
 
     def _decide(self, group: Group, refits: bool) -> Choice:
         local = [n for n in group.consumers if self.probe.chain.calls.get(n) and self._is_here(n)]
+        if self.settings.solver == "sgd" and self.settings.method in LOOPED:
+            return self._decide_by_walking(group, local)
         ranking, moments = self._rank(group, local)
         kept, why = self._count(group, ranking)
         stay = ranking.order[:kept]
@@ -217,7 +227,57 @@ class _Stage:
                 self._refit(name, moments[name], ridge=self.settings.ridge)
             else:
                 self._mask(name)
-        return Choice(group.name, len(group.units), tuple(sorted(stay)), ranking.losses, why)
+        return Choice(
+            group.name,
+            len(group.units),
+            tuple(sorted(stay)),
+            ranking.losses,
+            why,
+            order=ranking.order,
+        )
+
+    def _decide_by_walking(self, group: Group, local: Sequence[str]) -> Choice:
+        """Algorithm 2 itself, on the readers in this segment."""
+        if not local:
+            raise _unsolvable(group)
+        joint = self.probe.joint(local, self.pivot, self.losses, self.settings.discrimination)
+        order = None
+        if self.settings.method == "random":
+            empty = torch.zeros(len(group.units))
+            order = (
+                METHODS["random"]
+                .order(Question(group, (), (), empty, None, self.settings.seed))
+                .order
+            )
+        found = choose(
+            joint,
+            {name: self.probe.channel_units(name, group) for name in local},
+            len(group.units),
+            count=self.settings.kept(group),
+            epsilon=self.settings.epsilon,
+            order=order,
+        )
+        joint.features.clear()
+        joint.targets.clear()
+        for name, (weight, bias) in found.weights.items():
+            layer: Any = self.current.get_submodule(name)
+            layer.weight.data.copy_(weight)
+            if bias is not None:
+                layer.bias.data.copy_(bias)
+        stay = set(found.order)
+        self.removed |= {u for i, u in enumerate(group.units) if i not in stay}
+        for name in group.consumers:
+            self._mask(name)
+        return Choice(
+            group.name,
+            len(group.units),
+            tuple(sorted(stay)),
+            tuple(found.losses),
+            found.stopped,
+            found.dead,
+            tuple(found.order),
+            tuple(found.norms),
+        )
 
     def _is_here(self, name: str) -> bool:
         return name in self.probe.segment.layers and self.probe.readable(name)
@@ -227,11 +287,7 @@ class _Stage:
         moments: dict[str, Moments] = {}
         if method.needs_data:
             if not local:
-                raise InputError(
-                    f"cannot choose channels of {group.name}",
-                    why="no layer that reads it can be solved for",
-                    try_=f"--keep {group.name}",
-                )
+                raise _unsolvable(group)
             moments = {name: self.probe.moments(name, group) for name in local}
         weighed = [_weighed(m, self.probe.output_weights(n)) for n, m in moments.items()]
         if self.settings.method == "dcp" and self.settings.discrimination and self.losses:
@@ -300,6 +356,14 @@ class _Stage:
         inputs = torch.from_numpy(self.graph.sites[name].inputs)
         gone = torch.isin(inputs, torch.tensor(sorted(self.removed), dtype=torch.long))
         layer.weight.data[:, gone] = 0.0
+
+
+def _unsolvable(group: Group) -> InputError:
+    return InputError(
+        f"cannot choose channels of {group.name}",
+        why="no layer that reads it can be solved for",
+        try_=f"--keep {group.name}",
+    )
 
 
 def _weighed(moments: Moments, weights: Tensor) -> Moments:
