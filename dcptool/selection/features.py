@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from timm.layers import Conv2dSame, pad_same
 from torch import Tensor, nn
+
+from dcptool.network.padding import padded_input
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def rows_at(layer: nn.Module, features: Tensor, positions: Positions) -> Tensor:
         return values_at(features.reshape(features.shape[0], -1, features.shape[-1]), positions)
     assert isinstance(layer, nn.Conv2d)
     (kh, kw), (sh, sw), (dh, dw) = layer.kernel_size, layer.stride, layer.dilation
-    padded = _pad(layer, features)
+    padded = padded_input(layer, features)
     images, channels, _, width = padded.shape
     if kh == kw == 1:
         return values_at(padded, Positions(positions.rows * sh, positions.columns * sw))
@@ -79,14 +79,3 @@ def rows_at(layer: nn.Module, features: Tensor, positions: Positions) -> Tensor:
     count = positions.rows.shape[1]
     taken = padded.flatten(2).gather(2, index).view(images, channels, count, kh * kw)
     return taken.permute(0, 2, 1, 3).reshape(images * count, channels * kh * kw)
-
-
-def _pad(layer: nn.Conv2d, features: Tensor) -> Tensor:
-    if isinstance(layer, Conv2dSame):
-        kernel, stride, dilation = (
-            list(n) for n in (layer.kernel_size, layer.stride, layer.dilation)
-        )
-        padded: Tensor = pad_same(features, kernel, stride, dilation)
-        return padded
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    return F.pad(features, layer._reversed_padding_repeated_twice, mode=mode)
