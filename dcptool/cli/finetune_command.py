@@ -10,9 +10,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from dcptool import console
+from dcptool.cli import recorded
 from dcptool.cli.app import emit
 from dcptool.cli.options import (
     augment_options,
@@ -23,12 +23,10 @@ from dcptool.cli.options import (
     runs_option,
     training_options,
 )
-from dcptool.errors import InputError, UsageError
+from dcptool.errors import UsageError
 
 OPTIONS_FILE = "finetune.json"
 RESULT_FILE = "result.json"
-# Where results go and how much is said may change when a run is resumed.
-FREE = frozenset(("resume", "output", "runs_dir", "as_json", "quiet", "verbose", "debug"))
 
 
 @click.command("finetune")
@@ -84,7 +82,7 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int | None:
         return launch.through_torchrun(options["nproc_per_node"])
     resume: Path | None = options["resume"]
     if resume is not None:
-        options = _recorded(ctx, options, resume)
+        options = recorded.read(ctx, options, resume, OPTIONS_FILE, PATHS)
         if (resume / RESULT_FILE).exists():
             from dcptool import files
 
@@ -98,50 +96,7 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int | None:
     return None
 
 
-def _recorded(ctx: click.Context, options: dict[str, Any], run: Path) -> dict[str, Any]:
-    """The options a run was started with; those typed now are laid over them."""
-    from dcptool import files
-
-    if not (run / OPTIONS_FILE).is_file():
-        raise InputError(
-            f"cannot resume {run}",
-            why=f"there is no {OPTIONS_FILE} in it, so it is no fine-tune, or never began",
-            try_="start it again without --resume",
-        )
-    saved: dict[str, Any] = files.read_json(run / OPTIONS_FILE, what="the options of the run")
-    result = dict(options)
-    for group, values in _groups(options).items():
-        for key, value in values.items():
-            source = ctx.get_parameter_source(key)
-            typed = source not in (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP, None)
-            old = saved.get(key, value)
-            new = value if typed or key in FREE else _typed(value, old, key)
-            if group:
-                result[group] = {**result[group], key: new}
-            else:
-                result[key] = new
-    return result
-
-
 PATHS = frozenset(("data_dir", "images", "checkpoint", "teacher_checkpoint", "output", "runs_dir"))
-
-
-def _typed(_value: Any, old: Any, key: str) -> Any:
-    if old is None:
-        return None
-    if key in PATHS:
-        return Path(old)
-    return tuple(old) if isinstance(old, list) else old
-
-
-def _groups(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    groups: dict[str, dict[str, Any]] = {"": {}}
-    for key, value in options.items():
-        if key in ("data", "training", "augment"):
-            groups[key] = value
-        else:
-            groups[""][key] = value
-    return groups
 
 
 def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None:
@@ -181,7 +136,9 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
         if dist.is_writer:
             stack.enter_context(files.lock_folder(folder))
             if resume is None:
-                files.publish_json(folder / OPTIONS_FILE, _plain({**options, "target": target}))
+                files.publish_json(
+                    folder / OPTIONS_FILE, recorded.plain({**options, "target": target})
+                )
         console.note(f"fine-tuning {network.base} in {folder}")
         fresh = options["reset_head"] or network.weights.startswith("random")
         taught = None
@@ -294,17 +251,6 @@ def _lineage(target: str, network: Any, folder: Path) -> dict[str, Any]:
         near = os.path.relpath(weights.resolve(), folder.resolve())
         before["dense"] = {**before["dense"], "checkpoint": near}
     return {**before, "parent": parent}
-
-
-def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    flat = {k: v for group in _groups(options).values() for k, v in group.items()}
-    return {key: _simple(value, key) for key, value in flat.items() if key not in FREE}
-
-
-def _simple(value: Any, key: str) -> Any:
-    if isinstance(value, Path):
-        return str(value.resolve())
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _document(result: Any, target: str, data: Any) -> dict[str, Any]:

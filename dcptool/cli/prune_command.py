@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from dcptool import console
+from dcptool.cli import recorded
 from dcptool.cli.app import emit
 from dcptool.cli.options import (
     augment_options,
@@ -105,7 +106,7 @@ selection_options = packed(
 
 
 @click.command("prune")
-@click.argument("model", metavar="MODEL|ARTIFACT")
+@click.argument("model", required=False, metavar="MODEL|ARTIFACT")
 @selection_options
 @click.option("--no-training", is_flag=True, help="No labels, no optimizer: solve, do not train.")
 @click.option("--stage-steps", type=click.IntRange(0), help="Updates before each stage.")
@@ -137,15 +138,17 @@ selection_options = packed(
     "-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the result."
 )
 @click.option("--force", is_flag=True, help="Replace a result that exists.")
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Go on with a run that was stopped, with the options it was started with.",
+)
 @model_options
 @runs_option
 @output_options
-def command(
-    model: str,
-    selection: dict[str, Any],
-    as_json: bool,
-    **options: Any,
-) -> None:
+@click.pass_context
+def command(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
     """Remove channels from MODEL and write the slim network as an artifact.
 
     MODEL is a name (resnet50, timm:..., torchvision:..., zoo:...) or an artifact folder, which is
@@ -156,10 +159,32 @@ def command(
         dcptool prune resnet50 --rate 0.3
         dcptool prune resnet50 --rate 0.3 --no-training --images photos
         dcptool prune resnet50 --epsilon 0.01 --data-dir imagenet
+        dcptool prune --resume runs/resnet50-dcp-001
     """
-    settings = _settings(selection, options["seed"], options["batch_size"])
-    document = _work(model, settings, options)
+    resume: Path | None = options["resume"]
+    if resume is not None:
+        options = recorded.read(ctx, options, resume, OPTIONS_FILE, PATHS)
+        _refuse_finished(resume)
+    if options["model"] is None:
+        raise UsageError("MODEL is missing", try_="dcptool prune resnet50 --rate 0.3")
+    settings = _settings(options["selection"], options["seed"], options["batch_size"])
+    document = _work(options["model"], settings, options, resume)
     emit("prune", document, _text(document), as_json=as_json)
+
+
+OPTIONS_FILE = "prune.json"
+PATHS = frozenset(("data_dir", "images", "checkpoint", "plan", "output", "runs_dir"))
+
+
+def _refuse_finished(run: Path) -> None:
+    from dcptool.network import artifact
+
+    if (run / artifact.MANIFEST).exists():
+        raise UsageError(
+            f"{run} is finished already",
+            why="there is nothing to go on with",
+            try_=f"dcptool export {shlex.quote(str(run))} --onnx",
+        )
 
 
 _CLOSED_FORM = {"target": "block", "score": "drop"}
@@ -219,7 +244,9 @@ def _plan(path: Path) -> dict[str, int]:
     return plan
 
 
-def _work(model: str, settings: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _work(
+    model: str, settings: Any, options: dict[str, Any], resume: Path | None
+) -> dict[str, Any]:
     from dcptool import files
     from dcptool.pipeline import prune as pipeline
     from dcptool.pipeline import rundir
@@ -227,16 +254,17 @@ def _work(model: str, settings: Any, options: dict[str, Any]) -> dict[str, Any]:
     from dcptool.training.device import choose_device
 
     device = choose_device(options["device"])
-    if options["output"] is not None:
+    if options["output"] is not None and resume is None:
         files.require_new(options["output"], force=options["force"])
     network, data = _open(model, options, device)
     if data.labelled:
         check_classes(network, data)
     pipeline.check(network, data, settings, training=not options["no_training"])
-    folder = _folder(model, settings, options)
+    folder = resume or _folder(model, settings, options)
     console.note(f"pruning {network.base} ({network.weights}) on {data.source} in {folder}")
-    again = shlex.join(["dcptool", *sys.argv[1:]])
     with files.lock_folder(folder):
+        if resume is None:
+            files.publish_json(folder / OPTIONS_FILE, recorded.plain({**options, "model": model}))
         document = pipeline.prune(
             network,
             data,
@@ -250,7 +278,7 @@ def _work(model: str, settings: Any, options: dict[str, Any]) -> dict[str, Any]:
                 workers=options["workers"],
                 min_agreement=options["min_agreement"],
                 lineage={"source": model if ":" in model else str(network.base)},
-                resume_command=again,
+                resume_command=f"dcptool prune --resume {shlex.quote(str(folder))}",
             ),
             folder,
         )

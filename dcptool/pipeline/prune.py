@@ -4,37 +4,36 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save as safetensors_bytes
-from torch import Tensor, nn
+from torch import nn
 
 from dcptool import console, files
-from dcptool.errors import GateFailed, InputError, UsageError
+from dcptool.errors import GateFailed, InputError, Interrupted, UsageError
 from dcptool.network import artifact, cost
-from dcptool.network.base import Network
+from dcptool.network.base import Cut, Network
 from dcptool.network.graph import build_graph
-from dcptool.selection.greedy import LossAt
-from dcptool.selection.heads import Head, WithHead, head_loss, new_head
+from dcptool.pipeline.stage_training import SAVE_EVERY_S, StagePlan, StageTrainer
+from dcptool.selection.heads import Head
 from dcptool.selection.settings import Selection
-from dcptool.selection.stages import Choice, Outcome, nothing_to_prune, select
+from dcptool.selection.stage import Choice
+from dcptool.selection.stages import Outcome, Progress, nothing_to_prune, select
 from dcptool.training import signals
+from dcptool.training.checkpoint import Checkpoints, digest_of
 from dcptool.training.data import Data, samples
 from dcptool.training.evaluate import Accuracy, evaluate, predictor
 from dcptool.training.loader import ImageSet, loader
-from dcptool.training.loop import Run, fit
-from dcptool.training.losses import cross_entropy
-from dcptool.training.schedule import Schedule
 
 STEPS_FILE = "steps.jsonl"
 DENSE_WEIGHTS = "dense.safetensors"
+CHECKPOINTS = "checkpoints"
 EVALUATION_BATCH = 256
-MOST_STAGE_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -102,16 +101,46 @@ def prune(network: Network, data: Data, job: Job, folder: Path) -> dict[str, Any
     images = [x for x, _ in batches]
     labels = [y for _, y in batches]
     dense_top1 = _top1(network.module, data, job)
-    trainer = _Trainer(network, data, job, labels) if job.training else None
+    memory = Checkpoints(folder / CHECKPOINTS, fingerprint(network, data, job), SAVE_EVERY_S)
+    saved = memory.load()
+    start = _progress(saved) if saved is not None else None
+    trainer = None
+    if job.training:
+        plan = StagePlan(
+            job.stage_steps,
+            job.stage_lr,
+            job.batch_size,
+            settings.seed,
+            job.device,
+            job.workers,
+            folder / CHECKPOINTS,
+            memory.fingerprint,
+            job.resume_command,
+        )
+        trainer = StageTrainer(network, data, plan, labels)
+    if trainer is not None and saved is not None:
+        trainer.restore(saved["head"])
     (folder / STEPS_FILE).unlink(missing_ok=True)
+    for choice in start.choices if start is not None else ():
+        _record(folder, choice)
     selection_began = time.monotonic()
-    with signals.ending(job.resume_command):
+    with signals.watch() as flag:
+
+        def edge(progress: Progress) -> None:
+            if flag.number or memory.due():
+                memory.save(_tree(progress, trainer.head if trainer else None))
+            if flag.number:
+                done = f"{len(progress.choices)} groups decided, state saved"
+                raise Interrupted(flag.number, message=f"stopped: {done}", try_=job.resume_command)
+
         outcome = select(
             network,
             images,
             settings,
             fit_stage=trainer.fit_stage if trainer else None,
             report=lambda choice: _record(folder, choice),
+            edge=edge,
+            start=start,
         )
     selection_seconds = time.monotonic() - selection_began
     training_seconds = trainer.seconds if trainer else 0.0
@@ -159,74 +188,8 @@ def prune(network: Network, data: Data, job: Job, folder: Path) -> dict[str, Any
             "prune": _plain(settings, job, outcome),
         },
     )
+    clear_checkpoints(folder)
     return document
-
-
-def _summed_loss(wanted: Tensor, head: Head | None = None) -> LossAt:
-    def loss(value: Tensor) -> Tensor:
-        scores = value if head is None else head(value)
-        return F.cross_entropy(scores, wanted, reduction="sum")
-
-    return loss
-
-
-def stage_steps(job: Job, epoch: int) -> int:
-    """Updates before each stage: as asked, or one epoch, at most a hundred."""
-    return min(epoch, MOST_STAGE_STEPS) if job.stage_steps is None else job.stage_steps
-
-
-class _Trainer:
-    """Fine-tunes before each stage, with a head on the stage's pivot."""
-
-    def __init__(self, network: Network, data: Data, job: Job, labels: Sequence[Tensor]) -> None:
-        self.network, self.data, self.job, self.labels = network, data, job, labels
-        self.seconds = 0.0
-
-    def fit_stage(self, module: nn.Module, pivot: str | None, number: int) -> list[LossAt]:
-        """Train the network and the head; returns the head's losses on the samples."""
-        began = time.monotonic()
-        job = self.job
-        batches = loader(
-            self.data.train,
-            job.batch_size,
-            train=True,
-            seed=job.selection.seed + number,
-            workers=job.workers,
-            device=job.device,
-        )
-        run = Run(
-            device=job.device,
-            seed=job.selection.seed + number,
-            keep_best=False,
-            title=f"stage {number + 1}",
-            resume_command=job.resume_command,
-        )
-        schedule = Schedule(stage_steps(job, len(batches)), job.stage_lr)
-        head: Head | None = None
-        if pivot is None:
-            fit(module, batches, [cross_entropy()], schedule, run)
-        else:
-            head = new_head(self._width(module, pivot), self.network.base.num_classes, number)
-            with WithHead(module, pivot, head).attached() as both:
-                fit(both, batches, [head_loss, cross_entropy()], schedule, run)
-            head = head.cpu().eval()
-            head.requires_grad_(False)
-        module.cpu().eval()
-        self.seconds += time.monotonic() - began
-        return [_summed_loss(wanted, head) for wanted in self.labels]
-
-    def _width(self, module: nn.Module, pivot: str) -> int:
-        """Channels at the pivot."""
-        found: list[int] = []
-        hook = module.get_submodule(pivot).register_forward_hook(
-            lambda _m, _i, output: found.append(output.shape[1])
-        )
-        try:
-            with torch.no_grad():
-                module.eval()(torch.zeros(1, *self.data.input.size))
-        finally:
-            hook.remove()
-        return found[0]
 
 
 def _record(folder: Path, choice: Choice) -> None:
@@ -243,6 +206,66 @@ def _record(folder: Path, choice: Choice) -> None:
     }
     with (folder / STEPS_FILE).open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(line) + "\n")
+
+
+def fingerprint(network: Network, data: Data, job: Job) -> dict[str, str]:
+    """What must not change between a run and its resume."""
+    return {
+        **{f"prune.{key}": str(value) for key, value in asdict(job.selection).items()},
+        "model": f"{network.base} {digest_of(network.module.state_dict())}",
+        "data": f"{data.source} {data.digest[:16]}",
+        "input": str(data.input),
+        "training": str((job.training, job.stage_steps, job.stage_lr, job.batch_size)),
+    }
+
+
+def _tree(progress: Progress, head: Head | None) -> dict[str, Any]:
+    """Progress in the form that checkpoints keep."""
+    return {
+        "stage": progress.stage,
+        "place": progress.place,
+        "cuts": {k: [c.inputs, c.outputs, c.dim] for k, c in progress.cuts.items()},
+        "removed": list(progress.removed),
+        "choices": [asdict(choice) for choice in progress.choices],
+        "weights": dict(progress.weights),
+        "head": dict(head.state_dict()) if head is not None else None,
+    }
+
+
+def _progress(tree: Mapping[str, Any]) -> Progress:
+    def indices(value: Sequence[int] | None) -> tuple[int, ...] | None:
+        return None if value is None else tuple(value)
+
+    return Progress(
+        tree["stage"],
+        tree["place"],
+        {k: Cut(indices(i), indices(o), dim) for k, (i, o, dim) in tree["cuts"].items()},
+        tuple(tree["removed"]),
+        tuple(
+            Choice(
+                entry["group"],
+                entry["units"],
+                tuple(entry["kept"]),
+                tuple(entry["losses"]),
+                entry["why_stopped"],
+                entry["dead"],
+                tuple(entry["order"]),
+                tuple(entry["norms"]),
+            )
+            for entry in tree["choices"]
+        ),
+        tree["weights"],
+    )
+
+
+def clear_checkpoints(folder: Path) -> None:
+    """Remove the states of a run that is through."""
+    place = folder / CHECKPOINTS
+    for path in [*place.glob("state-*.safetensors"), *place.glob("stage-*/state-*.safetensors")]:
+        path.unlink(missing_ok=True)
+    for old in [*place.glob("stage-*"), place]:
+        with suppress(OSError):
+            old.rmdir()
 
 
 def agree(dense: nn.Module, slim: nn.Module, images: ImageSet, job: Job) -> Agreement:

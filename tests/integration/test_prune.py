@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +113,43 @@ def test_no_training_on_images_without_labels(place: Path, photos: Path) -> None
         assert not (place / "slim3" / "manifest.json").exists()
     else:
         assert json.loads(gate.stdout)["agreement"]["top1"] == 100
+
+
+def test_stopped_and_resumed_is_the_same_network(place: Path, photos: Path) -> None:
+    """SIGTERM between two layers: 143, the command that resumes, and bit-equal weights."""
+    options = ["--no-pretrained", "--no-training", "--rate", "0.5", "--images", str(photos)]
+    arguments = ["prune", "zoo:resnet56", *options, "--samples", "32", "--positions", "16"]
+    whole = _run(place, *arguments, "-o", "whole")
+    assert whole.returncode == 0, whole.stderr
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "dcptool", *arguments, "-o", "parts"],
+        cwd=place,
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        steps = place / "parts" / "steps.jsonl"
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not steps.exists():
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=120)
+    assert process.returncode == 143, told
+    assert "dcptool prune --resume parts" in told
+    assert not (place / "parts" / "manifest.json").exists()
+    changed = _run(place, "prune", "--resume", "parts", "--rate", "0.3")
+    assert changed.returncode == 3
+    assert "prune.rate" in changed.stderr
+    rest = _run(place, "prune", "--resume", "parts")
+    assert rest.returncode == 0, rest.stderr
+    for name in ("model.safetensors", "steps.jsonl"):
+        assert (place / "parts" / name).read_bytes() == (place / "whole" / name).read_bytes()
+    assert not (place / "parts" / "checkpoints").exists()
+    again = _run(place, "prune", "--resume", "parts")
+    assert again.returncode == 2
+    assert "finished" in again.stderr
 
 
 def test_plan_by_hand(place: Path, photos: Path) -> None:

@@ -148,7 +148,7 @@ def test_loop_with_a_rate_is_the_transcription(
     monkeypatch.setattr(stages, "plan_stages", lambda *_: [(None, 10**9)])
     images, labels = _data()
 
-    def fit_stage(module: nn.Module, pivot: str | None, number: int):
+    def fit_stage(module: nn.Module, pivot: str | None, number: int, is_fitted: bool):
         return [
             lambda scores, y=y: nn.functional.cross_entropy(scores, y, reduction="sum")
             for y in labels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -20,7 +21,7 @@ from dcptool.selection.heads import WithHead, head_loss, new_head
 from dcptool.selection.methods import METHODS
 from dcptool.selection.methods.question import Question
 from dcptool.selection.settings import Selection, stop_by_epsilon
-from dcptool.selection.stages import plan_stages, select
+from dcptool.selection.stages import Progress, plan_stages, select
 from dcptool.selection.store import Room, Store
 from dcptool.selection.tail import build_tail
 
@@ -304,7 +305,7 @@ def test_stages_train_and_order_by_the_joint_loss() -> None:
     network, images = _network(), _images()
     seen: list[str | None] = []
 
-    def fit_stage(module: nn.Module, pivot: str | None, number: int):
+    def fit_stage(module: nn.Module, pivot: str | None, number: int, is_fitted: bool):
         seen.append(pivot)
         head = new_head(8, 5, number).eval() if pivot else None
         labels = torch.arange(8) % 5
@@ -320,6 +321,45 @@ def test_stages_train_and_order_by_the_joint_loss() -> None:
     assert seen == ["two", None]
     assert [len(c.kept) for c in outcome.choices] == [6, 5, 3]
     assert outcome.network.module.three.conv2.in_channels == 3
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 5])
+@pytest.mark.parametrize("solver", ["gram", "sgd"])
+def test_going_on_from_any_edge_gives_the_same_network(stop_at: int, solver: str) -> None:
+    network, images = _network(), _images()
+    target = "conv" if solver == "sgd" else "block"
+    settings = Selection(rate=Fraction("0.5"), positions=16, losses=1, solver=solver, target=target)
+    fitted: list[int] = []
+
+    def fit_stage(module: nn.Module, pivot: str | None, number: int, is_fitted: bool):
+        if not is_fitted:
+            fitted.append(number)
+            with torch.no_grad():
+                module.one.conv1.weight.mul_(1.01)
+        return ()
+
+    whole = select(network, images, settings, fit_stage=fit_stage)
+    seen: list[Progress] = []
+
+    class Enough(Exception):
+        pass
+
+    def edge(progress: Progress) -> None:
+        weights = {k: v.clone() for k, v in progress.weights.items()}
+        seen.append(replace(progress, weights=weights))
+        if len(seen) == stop_at:
+            raise Enough
+
+    fitted.clear()
+    with pytest.raises(Enough):
+        select(network, images, settings, fit_stage=fit_stage, edge=edge)
+    rest = select(network, images, settings, fit_stage=fit_stage, start=seen[-1])
+    assert fitted == [0, 1]
+    assert rest.choices == whole.choices
+    wanted = whole.network.module.state_dict()
+    got = rest.network.module.state_dict()
+    assert all(torch.equal(wanted[k], got[k]) for k in wanted)
+    assert rest.network.cuts == whole.network.cuts
 
 
 def test_head_sees_the_pivot_and_is_gone_afterwards() -> None:

@@ -1,0 +1,76 @@
+"""Options of a run on the disk, so that `--resume` needs nothing but the folder.
+
+What is typed beside --resume is laid over what was recorded; whether it may change is for the
+run's own state to say.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from dcptool.errors import InputError
+
+# Where results go and how much is said may change when a run is resumed.
+FREE = frozenset(("resume", "output", "runs_dir", "as_json", "quiet", "verbose", "debug"))
+
+
+def read(
+    ctx: click.Context, options: dict[str, Any], run: Path, name: str, paths: frozenset[str]
+) -> dict[str, Any]:
+    """The options a run was started with; those typed now are laid over them."""
+    from dcptool import files
+
+    if not (run / name).is_file():
+        raise InputError(
+            f"cannot resume {run}",
+            why=f"there is no {name} in it, so it is no such run, or never began",
+            try_="start it again without --resume",
+        )
+    saved: dict[str, Any] = files.read_json(run / name, what="the options of the run")
+    result = dict(options)
+    for group, values in _groups(options).items():
+        for key, value in values.items():
+            source = ctx.get_parameter_source(key)
+            typed = source not in (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP, None)
+            old = saved.get(key, value)
+            new = value if typed or key in FREE else _typed(old, key, paths)
+            if group:
+                result[group] = {**result[group], key: new}
+            else:
+                result[key] = new
+    return result
+
+
+def _typed(old: Any, key: str, paths: frozenset[str]) -> Any:
+    if old is None:
+        return None
+    if key in paths:
+        return Path(old)
+    return tuple(old) if isinstance(old, list) else old
+
+
+def _groups(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Options by the dictionary they came in; those that came alone under an empty name."""
+    groups: dict[str, dict[str, Any]] = {"": {}}
+    for key, value in options.items():
+        if isinstance(value, dict):
+            groups[key] = value
+        else:
+            groups[""][key] = value
+    return groups
+
+
+def plain(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as JSON."""
+    flat = {k: v for group in _groups(options).values() for k, v in group.items()}
+    return {key: _simple(value) for key, value in flat.items() if key not in FREE}
+
+
+def _simple(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value.resolve())
+    return list(value) if isinstance(value, tuple) else value

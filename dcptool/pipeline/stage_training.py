@@ -1,0 +1,131 @@
+"""Fine-tuning before a stage of DCP: the network and a head on the stage's pivot, together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcptool.network.base import Network
+from dcptool.selection.greedy import LossAt
+from dcptool.selection.heads import Head, WithHead, head_loss, new_head
+from dcptool.training.checkpoint import Checkpoints
+from dcptool.training.data import Data
+from dcptool.training.loader import loader
+from dcptool.training.loop import Run, fit
+from dcptool.training.losses import cross_entropy
+from dcptool.training.schedule import Schedule
+
+MOST_STAGE_STEPS = 100
+SAVE_EVERY_S = 30.0
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """How stages are trained, and where they keep their state."""
+
+    steps: int | None
+    lr: float
+    batch_size: int
+    seed: int
+    device: str
+    workers: int | None
+    folder: Path
+    fingerprint: Mapping[str, str]
+    resume_command: str
+
+
+def _summed_loss(wanted: Tensor, head: Head | None = None) -> LossAt:
+    def loss(value: Tensor) -> Tensor:
+        scores = value if head is None else head(value)
+        return F.cross_entropy(scores, wanted, reduction="sum")
+
+    return loss
+
+
+def stage_steps(steps: int | None, epoch: int) -> int:
+    """Updates before each stage: as asked, or one epoch, at most a hundred."""
+    return min(epoch, MOST_STAGE_STEPS) if steps is None else steps
+
+
+class StageTrainer:
+    """Fine-tunes before each stage, with a head on the stage's pivot."""
+
+    def __init__(
+        self,
+        network: Network,
+        data: Data,
+        plan: StagePlan,
+        labels: Sequence[Tensor],
+    ) -> None:
+        self.network, self.data, self.plan, self.labels = network, data, plan, labels
+        self.seconds = 0.0
+        self.head: Head | None = None
+
+    def restore(self, state: Mapping[str, Tensor] | None) -> None:
+        """Take the head of an earlier process."""
+        if state is not None:
+            width, classes = len(state["norm.weight"]), self.network.base.num_classes
+            self.head = new_head(width, classes, 0)
+            self.head.load_state_dict(state)
+            self.head.eval().requires_grad_(False)
+
+    def fit_stage(
+        self, module: nn.Module, pivot: str | None, number: int, is_fitted: bool
+    ) -> list[LossAt]:
+        """Train the network and the head; returns the head's losses on the samples."""
+        if not is_fitted:
+            self._fit(module, pivot, number)
+        return [_summed_loss(wanted, self.head) for wanted in self.labels]
+
+    def _fit(self, module: nn.Module, pivot: str | None, number: int) -> None:
+        began = time.monotonic()
+        plan = self.plan
+        batches = loader(
+            self.data.train,
+            plan.batch_size,
+            train=True,
+            seed=plan.seed + number,
+            workers=plan.workers,
+            device=plan.device,
+        )
+        run = Run(
+            device=plan.device,
+            seed=plan.seed + number,
+            keep_best=False,
+            title=f"stage {number + 1}",
+            checkpoints=Checkpoints(
+                plan.folder / f"stage-{number + 1}", plan.fingerprint, SAVE_EVERY_S
+            ),
+            resume_command=plan.resume_command,
+        )
+        schedule = Schedule(stage_steps(plan.steps, len(batches)), plan.lr)
+        self.head = None
+        if pivot is None:
+            fit(module, batches, [cross_entropy()], schedule, run)
+        else:
+            head = new_head(self._width(module, pivot), self.network.base.num_classes, number)
+            with WithHead(module, pivot, head).attached() as both:
+                fit(both, batches, [head_loss, cross_entropy()], schedule, run)
+            self.head = head.cpu().eval()
+            self.head.requires_grad_(False)
+        module.cpu().eval()
+        self.seconds += time.monotonic() - began
+
+    def _width(self, module: nn.Module, pivot: str) -> int:
+        """Channels at the pivot."""
+        found: list[int] = []
+        hook = module.get_submodule(pivot).register_forward_hook(
+            lambda _m, _i, output: found.append(output.shape[1])
+        )
+        try:
+            with torch.no_grad():
+                module.eval()(torch.zeros(1, *self.data.input.size))
+        finally:
+            hook.remove()
+        return found[0]
