@@ -58,8 +58,8 @@ selection_options = packed(
     ),
     click.option(
         "--score",
-        type=click.Choice(["drop", "gradient", "rise"]),
-        help="Order by drop of the loss (gram), by gradient norm (sgd), or by removal.",
+        type=click.Choice(["rise", "drop", "gradient"]),
+        help="Remove by least rise of the loss (gram), add by drop or by gradient norm (sgd).",
     ),
     click.option(
         "--lambda",
@@ -187,7 +187,7 @@ def _refuse_finished(run: Path) -> None:
         )
 
 
-_CLOSED_FORM = {"target": "block", "score": "drop"}
+_CLOSED_FORM = {"target": "block", "score": "rise"}
 
 
 def _settings(given: dict[str, Any], seed: int, batch_size: int) -> Any:

@@ -62,19 +62,28 @@ class Moments:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Units from first kept to last, and the loss with the first k of them, k = 0 .. all."""
+    """Units from first kept to last, and the loss at each size that was tried, small to large.
+
+    A ranking that was asked for one size need not try the others.
+    """
 
     order: tuple[int, ...]
     losses: tuple[float, ...]
 
 
-def backward_order(problems: Sequence[Moments], units: int, ridge: float = RIDGE) -> Ranking:
-    """Remove, again and again, the unit whose loss the others can make up for best."""
+def backward_order(
+    problems: Sequence[Moments], units: int, *, count: int = 0, ridge: float = RIDGE
+) -> Ranking:
+    """Remove, again and again, the unit whose loss the others can make up for best.
+
+    Ends when `count` are left; those come first, in the order in which they would be missed.
+    """
     states = [_Inverse(problem, units, ridge) for problem in problems]
     alive = torch.ones(units, dtype=torch.bool)
     removed: list[int] = []
     losses = [sum(state.loss for state in states)]
-    for _ in range(units):
+    rise = torch.zeros(units, dtype=torch.float64)
+    for _ in range(units - count):
         rise = sum((state.rises() for state in states), torch.zeros(units, dtype=torch.float64))
         rise[~alive] = torch.inf
         unit = int(rise.argmin())
@@ -83,7 +92,8 @@ def backward_order(problems: Sequence[Moments], units: int, ridge: float = RIDGE
         alive[unit] = False
         removed.append(unit)
         losses.append(losses[-1] + float(rise[unit]))
-    return Ranking(tuple(removed[::-1]), tuple(losses[::-1]))
+    left = [u for u in torch.argsort(rise, descending=True, stable=True).tolist() if alive[u]]
+    return Ranking((*left, *removed[::-1]), tuple(losses[::-1]))
 
 
 class _Inverse:
@@ -91,7 +101,7 @@ class _Inverse:
 
     def __init__(self, moments: Moments, units: int, ridge: float) -> None:
         s = moments.s + _ridge(moments, ridge)
-        self.h = torch.linalg.inv(s)
+        self.h = torch.cholesky_inverse(torch.linalg.cholesky(s))
         self.w = self.h @ moments.c
         self.loss = float((moments.energy.sum() - (moments.c * self.w).sum()).clamp_min(0))
         # Columns of each unit; every unit has the same number in a problem, or none.

@@ -22,7 +22,7 @@ class Selection:
     method: str = "dcp"
     solver: str = "gram"
     target: str = "block"
-    score: str = "drop"
+    score: str = "rise"
     discrimination: float = 1.0
     samples: int = 512
     positions: int = 64

@@ -218,6 +218,7 @@ class Stage:
             self._zeros(group, local) if self.settings.method == "apoz" else None,
             self.settings.seed,
             self.settings.score,
+            self.settings.kept(group),
         )
         ranking = method.order(question)
         if any(not math.isfinite(loss) for loss in ranking.losses):

@@ -114,6 +114,15 @@ def test_backward_order_removes_the_least_loss_each_time(width: int) -> None:
         assert ranking.losses[len(alive)] == pytest.approx(losses[wanted], rel=1e-4)
 
 
+def test_backward_order_may_end_early() -> None:
+    moments, _, _, _ = _problem(6, 2, 3)
+    whole = gram.backward_order([moments], 6)
+    part = gram.backward_order([moments], 6, count=4)
+    assert set(part.order[:4]) == set(whole.order[:4])
+    assert part.order[4:] == whole.order[4:]
+    assert part.losses == pytest.approx(whole.losses[4:])
+
+
 def test_several_readers_add_their_losses() -> None:
     one, u1, t1, unit = _problem(4, 1, 2, seed=1)
     two, u2, t2, _ = _problem(4, 1, 3, seed=2)

@@ -18,5 +18,7 @@ class Dcp:
     def order(self, question: Question) -> Ranking:
         """Forward by gradient (the paper's rule) or drop, or backward by the rise of the loss."""
         if question.score == "rise":
-            return backward_order(question.moments, question.units)
-        return forward_order(question.moments, question.units, score=question.score)
+            return backward_order(question.moments, question.units, count=question.count or 0)
+        return forward_order(
+            question.moments, question.units, score=question.score, count=question.count
+        )

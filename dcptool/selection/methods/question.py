@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ class Question:
     `moments` belong to its readers, one each, with errors weighed as they count; `weights` are
     the readers' present ones (columns x outputs). `filters` holds the absolute weight sum and
     `zeros` the share of zero activations of each unit (None where the activation has no zeros).
+    `count` is how many will stay, where that is known: no need to rank further.
     """
 
     group: Group
@@ -28,8 +29,8 @@ class Question:
     filters: Tensor
     zeros: Tensor | None
     seed: int = 0
-    score: str = "drop"
-    names: Mapping[str, str] = field(default_factory=dict)
+    score: str = "rise"
+    count: int | None = None
 
     @property
     def units(self) -> int:
