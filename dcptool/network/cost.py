@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dcptool.network.graph import ChannelGraph, Site
-from dcptool.network.surgery import is_standardised
+from dcptool.network.module_cuts import is_standardised
 
 COUNTED = ("conv", "linear")
 

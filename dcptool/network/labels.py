@@ -13,6 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+# Below this many elements looking for repetition costs more than it saves.
+LARGE = 1 << 12
+
 IntArray = npt.NDArray[np.int64]
 
 
@@ -59,22 +62,25 @@ class Ties:
         Where one side can never be removed, the other side is frozen for the same reason.
         `added_at` names the addition that makes the tie, if one does.
         """
-        first, second = first.reshape(-1), second.reshape(-1)
-        differ = first != second
-        # One number for each pair: sorting numbers is far cheaper than sorting rows.
-        packed = torch.unique((first[differ] << 32) + (second[differ] & 0xFFFFFFFF))
-        one = self.roots(packed >> 32).numpy()
-        other = self.roots((packed & 0xFFFFFFFF).to(torch.int32).long()).numpy()
-        low, high = np.minimum(one, other), np.maximum(one, other)
+        # Tables over all labels instead of sorting: these tensors can have millions of elements.
+        pairs = torch.stack([first.reshape(-1), second.reshape(-1)]).numpy()
+        pairs = self.roots(torch.from_numpy(pairs[:, pairs[0] != pairs[1]])).numpy()
+        low, high = pairs.min(axis=0), pairs.max(axis=0)
         is_fixed = low < 0
-        for fixed, root in {*zip(low[is_fixed].tolist(), high[is_fixed].tolist(), strict=True)}:
-            if root >= 0:
-                self._freeze_root(root, self.reasons[-1 - fixed])
+        for fixed in np.flatnonzero(np.bincount(-1 - low[is_fixed])).tolist():
+            for root in self._distinct(high[low == -1 - fixed]):
+                self._freeze_root(root, self.reasons[fixed])
         self._unite(low[~is_fixed], high[~is_fixed], added_at)
+
+    def _distinct(self, labels: IntArray) -> list[int]:
+        named = np.zeros(self.count, dtype=bool)
+        named[labels[labels >= 0]] = True
+        found: list[int] = np.flatnonzero(named).tolist()
+        return found
 
     def _unite(self, low: IntArray, high: IntArray, added_at: str) -> None:
         """Join pairs of roots, all at once: each root takes its smallest partner as parent."""
-        touched = np.unique(high[low != high])
+        touched = np.array(self._distinct(high[low != high]), dtype=np.int64)
         while True:
             open_pairs = low != high
             if not open_pairs.any():
@@ -122,6 +128,18 @@ def compact(labels: Tensor) -> Tensor:
     for dim, (size, stride) in enumerate(zip(labels.shape, labels.stride(), strict=True)):
         if stride == 0 and size > 1:
             labels = labels.narrow(dim, 0, 1)
+    return labels
+
+
+def shrink(ties: Ties, labels: Tensor) -> Tensor:
+    """`compact`, and for large tensors also where positions differ in labels but not in units."""
+    labels = compact(labels)
+    if labels.numel() > LARGE:
+        labels = ties.roots(labels)
+        for dim, size in enumerate(labels.shape):
+            first = labels.narrow(dim, 0, 1)
+            if size > 1 and bool((labels == first).all()):
+                labels = first
     return labels
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from dcptool.network.labels import compact, is_constant, respread
+from dcptool.network.labels import compact, is_constant, respread, shrink
 from dcptool.network.rules import Flow, rule, tensors_in, varies
 
 # fmt: off
@@ -80,7 +80,7 @@ def _tie(flow: Flow, first: Tensor, second: Tensor, *, added: bool) -> Tensor:
                 if this.numel() > 1 or int(this.max()) >= 0:
                     flow.ties.freeze(this, f"{flow.place} broadcasts one channel over many")
                 return other.expand(shape)
-    small = [compact(t) for t in wide]
+    small = [shrink(flow.ties, t) for t in wide]
     common = _common_shape(*small)
     one, two = (t.expand(common) for t in small)
     place = flow.place if added and not _is_parameter(flow) else ""
@@ -131,12 +131,12 @@ def concat(flow: Flow, parts: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> 
 def stack(flow: Flow, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """A new dimension; the same channel in each part must stay or go together."""
     for part in parts[1:]:
-        flow.ties.join(*_compact_pair(parts[0], part))
+        flow.ties.join(*_compact_pair(flow, parts[0], part))
     return torch.stack(list(parts), dim)
 
 
-def _compact_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    small = compact(first), compact(second)
+def _compact_pair(flow: Flow, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    small = shrink(flow.ties, first), shrink(flow.ties, second)
     common = _common_shape(*small)
     return small[0].expand(common), small[1].expand(common)
 
@@ -208,7 +208,7 @@ def chunk(flow: Flow, labels: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor
             flow.ties.freeze(labels, f"{flow.place} splits channels into unequal parts")
         else:
             for part in parts[1:]:
-                flow.ties.join(*_compact_pair(parts[0], part))
+                flow.ties.join(*_compact_pair(flow, parts[0], part))
     return parts
 
 

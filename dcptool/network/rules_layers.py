@@ -79,12 +79,20 @@ def group_norm(flow: Flow, norm: nn.GroupNorm, labels: Tensor) -> Tensor:
 @rule(nn.LayerNorm, tl.LayerNorm, tl.LayerNormFp32, tl.LayerNorm2d, tl.LayerNorm2dFp32)
 @rule(timm_norm.LayerNormExp2d, tl.LayerNormAct, tl.LayerNormAct2d, norm_act.LayerNormAct2dFp32)
 @rule(norm_act.LayerNormActFp32, nn.LocalResponseNorm, tl.RmsNorm, tl.RmsNorm2d, tl.SimpleNorm)
-@rule(tl.SimpleNorm2d, grn.GlobalResponseNorm, torchvision.models.convnext.LayerNorm2d)
+@rule(tl.SimpleNorm2d, torchvision.models.convnext.LayerNorm2d)
 @rule(norm_act.RmsNormAct, norm_act.RmsNormAct2d, tl.RmsNormFp32, tl.RmsNorm2dFp32)
 def norm_over_channels(flow: Flow, norm: nn.Module, labels: Tensor) -> Tensor:
     """Every channel changes every other one."""
     flow.ties.freeze(labels, f"{flow.place} normalises over the channels")
     return labels
+
+
+@rule(grn.GlobalResponseNorm)
+def response_norm(flow: Flow, norm: grn.GlobalResponseNorm, labels: Tensor) -> Tensor:
+    """Divides by the mean response of its channels, which is taken over those that live."""
+    vector = flow.per_channel(labels, norm.channel_dim, f"{flow.place} norms over mixed channels")
+    outputs = flow.site("response_norm", vector, vector)
+    return spread(outputs, flow.shape(), norm.channel_dim % labels.dim())
 
 
 @rule(activation.PReLU, tl.PReLU)

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
-import timm.layers as tl
 import torch
-import torch.nn.functional as F
+from timm.layers.grn import GlobalResponseNorm
 from torch import Tensor, nn
 
 from dcptool.errors import GateFailed, InputError
 from dcptool.network.graph import ChannelGraph, Group
 from dcptool.network.models import Cut
+from dcptool.network.module_cuts import TRANSPOSED, bake, cut_part, is_standardised
 
 TOLERANCE = 1e-4
 # A difference must be small beside what the mask itself moved, or the proof proves nothing.
@@ -76,68 +76,13 @@ def cut(module: nn.Module, cuts: Mapping[str, Cut]) -> None:
     for name, kept in cuts.items():
         owner, _, leaf = name.rpartition(".")
         try:
-            target = getattr(module.get_submodule(owner), leaf)
+            parent = module.get_submodule(owner)
         except AttributeError as err:
             raise InputError(f"cannot cut {name}", why="the network has no such part") from err
-        if is_standardised(target) and kept.inputs is not None:
-            bake(target)
-        if isinstance(target, Tensor):
-            _set(module.get_submodule(owner), leaf, _take(target, kept.dim, kept.outputs))
-            continue
-        row = next((row for kind, row in _ROWS if isinstance(target, kind)), None)
-        if row is None and isinstance(target, nn.Module) and _channel_tensors(target):
-            row = _cut_channels
-        if row is None:
-            raise InputError(f"cannot cut {name}", why=f"{type(target).__name__} has no row")
-        row(target, kept)
-
-
-def _take(tensor: Tensor, dim: int, kept: Sequence[int] | None) -> Tensor:
-    if kept is None:
-        return tensor.detach()
-    index = torch.tensor(kept, dtype=torch.long, device=tensor.device)
-    return tensor.detach().index_select(dim, index)
-
-
-def _set(owner: nn.Module, name: str, tensor: Tensor) -> None:
-    old = getattr(owner, name)
-    if isinstance(old, nn.Parameter):
-        setattr(owner, name, nn.Parameter(tensor.clone(), requires_grad=old.requires_grad))
-    else:
-        setattr(owner, name, tensor.clone())
-
-
-_STANDARDISED = (tl.StdConv2d, tl.StdConv2dSame, tl.ScaledStdConv2d, tl.ScaledStdConv2dSame)
-
-
-def is_standardised(layer: object) -> TypeGuard[nn.Conv2d]:
-    """Whether a layer's weights are normalised over its inputs at each call.
-
-    Not so when it is grouped: whole groups go, and the rest keep all their inputs.
-    """
-    return isinstance(layer, _STANDARDISED) and layer.groups == 1
-
-
-def bake(conv: nn.Conv2d) -> None:
-    """Turn a standardised convolution, in place, into a plain one with the weights that it used.
-
-    Only then is an input gone the same as a weight gone.
-    """
-    gain = getattr(conv, "gain", None)
-    with torch.no_grad():
-        weight = F.batch_norm(
-            conv.weight.reshape(1, conv.out_channels, -1),
-            None,
-            None,
-            weight=None if gain is None else (gain * conv.scale).view(-1),
-            training=True,
-            momentum=0.0,
-            eps=float(conv.eps),  # type: ignore[arg-type]
-        ).reshape_as(conv.weight)
-    _set(conv, "weight", weight)
-    if gain is not None:
-        del conv.gain
-    conv.__class__ = tl.Conv2dSame if getattr(conv, "same_pad", False) else nn.Conv2d
+        if not hasattr(parent, leaf):
+            raise InputError(f"cannot cut {name}", why="the network has no such part")
+        if not cut_part(parent, leaf, kept):
+            raise InputError(f"cannot cut {name}", why="parts of its type are not cut")
 
 
 def bake_readers(module: nn.Module, graph: ChannelGraph, groups: Iterable[Group]) -> dict[str, Cut]:
@@ -152,76 +97,6 @@ def bake_readers(module: nn.Module, graph: ChannelGraph, groups: Iterable[Group]
             bake(layer)
             cuts[name] = Cut(tuple(range(layer.in_channels)), None, graph.sites[name].dim)
     return cuts
-
-
-def _cut_conv(conv: nn.Module, kept: Cut) -> None:
-    assert isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED))
-    transposed = isinstance(conv, _TRANSPOSED)
-    outputs, inputs = (1, 0) if transposed else (0, 1)
-    weight = conv.weight
-    if conv.groups == 1:
-        weight = _take(_take(weight, outputs, kept.outputs), inputs, kept.inputs)
-    else:
-        whole = kept.inputs if transposed else kept.outputs
-        weight = _take(weight, 0, whole)
-        if kept.inputs is not None:
-            conv.groups = conv.groups * len(kept.inputs) // conv.in_channels
-    _set(conv, "weight", weight)
-    for name, tensor in [*conv.named_parameters(recurse=False), *conv.named_buffers(recurse=False)]:
-        if name != "weight" and tensor.dim() and tensor.shape[0] == conv.out_channels:
-            _set(conv, name, _take(tensor, 0, kept.outputs))
-    if kept.inputs is not None:
-        conv.in_channels = len(kept.inputs)
-    if kept.outputs is not None:
-        conv.out_channels = len(kept.outputs)
-
-
-def _cut_linear(layer: nn.Module, kept: Cut) -> None:
-    assert isinstance(layer, nn.Linear)
-    _set(layer, "weight", _take(_take(layer.weight, 0, kept.outputs), 1, kept.inputs))
-    if layer.bias is not None:
-        _set(layer, "bias", _take(layer.bias, 0, kept.outputs))
-    layer.out_features, layer.in_features = layer.weight.shape
-
-
-def _cut_group_norm(norm: nn.Module, kept: Cut) -> None:
-    width = "num_groups" if isinstance(norm, nn.GroupNorm) else "groups"
-    if kept.outputs is not None:
-        channels = (
-            norm.num_channels
-            if isinstance(norm, nn.GroupNorm)
-            else _channel_tensors(norm)["weight"].shape[0]
-        )
-        setattr(norm, width, getattr(norm, width) * len(kept.outputs) // channels)
-    _cut_channels(norm, kept)
-
-
-def _channel_tensors(layer: nn.Module) -> dict[str, Tensor]:
-    own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
-    return {name: tensor for name, tensor in own if tensor.dim()}
-
-
-_WIDTHS = ("num_features", "num_channels", "num_parameters", "channels")
-
-
-def _cut_channels(layer: nn.Module, kept: Cut) -> None:
-    """Norms, slopes, blur filters: the first dimension of every tensor is the channel."""
-    if kept.outputs is None:
-        return
-    for name, tensor in _channel_tensors(layer).items():
-        if tensor.shape[0] > max(kept.outputs):
-            _set(layer, name, _take(tensor, 0, kept.outputs))
-    for name in _WIDTHS:
-        if isinstance(getattr(layer, name, None), int):
-            setattr(layer, name, len(kept.outputs))
-
-
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_ROWS: tuple[tuple[type | tuple[type, ...], Callable[[nn.Module, Cut], None]], ...] = (
-    ((nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED), _cut_conv),
-    (nn.Linear, _cut_linear),
-    ((nn.GroupNorm, tl.EvoNorm2dS0, tl.EvoNorm2dS1, tl.EvoNorm2dS2), _cut_group_norm),
-)
 
 
 def compose(old: Mapping[str, Cut], new: Mapping[str, Cut]) -> dict[str, Cut]:
@@ -243,17 +118,36 @@ def compose(old: Mapping[str, Cut], new: Mapping[str, Cut]) -> dict[str, Cut]:
 
 
 def mask(module: nn.Module, graph: ChannelGraph, dead: set[int]) -> None:
-    """Zero the weights with which dense layers read dead units."""
+    """Zero the weights with which dense layers read dead units.
+
+    Response norms read channels without weights: there the activations are zeroed, and the mean
+    is scaled to the channels that live.
+    """
     gone = np.fromiter(dead, dtype=np.int64, count=len(dead))
     with torch.no_grad():
         for site in graph.sites.values():
             columns = np.flatnonzero(np.isin(site.inputs, gone))
+            if site.kind == "response_norm" and len(columns):
+                _mask_response(module.get_submodule(site.name), columns)
             if site.is_dense and len(columns):
                 layer = module.get_submodule(site.name)
                 if is_standardised(layer):
                     bake(layer)
-                dim = 0 if isinstance(layer, _TRANSPOSED) else 1
+                dim = 0 if isinstance(layer, TRANSPOSED) else 1
                 layer.weight.index_fill_(dim, torch.from_numpy(columns), 0.0)  # type: ignore[operator]
+
+
+def _mask_response(norm: nn.Module, columns: np.ndarray) -> None:
+    assert isinstance(norm, GlobalResponseNorm)
+    share = 1 - len(columns) / len(norm.weight)
+    norm.weight.mul_(share)
+    norm.eps *= share
+    dim, index = norm.channel_dim, torch.from_numpy(columns)
+
+    def silence(_: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        return inputs[0].index_fill(dim, index, 0.0)
+
+    norm.register_forward_pre_hook(silence)
 
 
 def fits(

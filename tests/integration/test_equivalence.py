@@ -29,7 +29,8 @@ SMALL = (
     "timm:test_efficientnet", "timm:test_efficientnet_evos", "timm:test_efficientnet_gn",
     "timm:test_efficientnet_ln", "timm:test_nfnet", "timm:test_resnet", "timm:test_vit",
     "timm:test_vit2", "timm:test_vit3", "timm:test_vit4", "zoo:resnet20", "zoo:resnet20_a",
-    "timm:mobilenetv3_small_050", "timm:regnety_002", "torchvision:shufflenet_v2_x0_5",
+    "timm:mobilenetv3_small_050", "timm:convnextv2_atto", "timm:regnety_002",
+    "torchvision:shufflenet_v2_x0_5",
 )
 # fmt: on
 

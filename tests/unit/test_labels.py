@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcptool.network.labels import Ties, compact, is_constant, respread, spread
+from dcptool.network.labels import LARGE, Ties, compact, is_constant, respread, shrink, spread
 
 
 def test_fresh_labels_are_units_of_their_own() -> None:
@@ -101,3 +101,13 @@ def test_constancy_is_about_units_not_labels() -> None:
     ties.join(labels[..., 0], labels[..., 1])
     assert is_constant(ties, labels, (2,))
     assert not is_constant(ties, labels, (1,))
+
+
+def test_large_tensors_shrink_by_units() -> None:
+    ties = Ties()
+    labels = ties.fresh(2 * LARGE).reshape(1, 4, -1)
+    assert shrink(ties, labels).shape == labels.shape
+    ties.join(labels, labels[..., :1].expand_as(labels))
+    small = shrink(ties, labels)
+    assert small.shape == (1, 4, 1)
+    assert torch.equal(small, ties.roots(labels)[..., :1])

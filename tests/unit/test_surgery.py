@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from dcptool.errors import GateFailed, InputError
 from dcptool.network.base import Cut
 from dcptool.network.graph import build_graph
+from dcptool.network.module_cuts import bake, is_standardised
 from dcptool.network.surgery import (
-    bake,
     bake_readers,
     compose,
     cut,
-    is_standardised,
     mask,
     plan_cuts,
     prove,
@@ -225,3 +224,14 @@ def test_layers_can_be_baked_before_their_weights_are_changed() -> None:
     again.load_state_dict(net.state_dict())
     image = torch.randn(1, 3, 160, 160)
     assert torch.equal(again(image), net(image))
+
+
+def test_a_response_norm_is_cut_with_its_channels() -> None:
+    """Its mean is taken over the living: as if the dead were silent and the mean rescaled."""
+    net = timm.create_model("convnextv2_atto").eval()
+    graph = build_graph(net, (3, 64, 64))
+    norms = [s.name for s in graph.sites.values() if s.kind == "response_norm"]
+    assert norms
+    group = next(g for g in graph.open_groups() if norms[0] in g.carriers)
+    dead = removed_units(graph, {group.name: range(0, len(group.units), 3)})
+    assert prove(net, graph, dead, (3, 64, 64)).difference <= 1e-5
