@@ -9,11 +9,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.conftest import Run
+if TYPE_CHECKING:
+    from tests.conftest import Run
 
 # Params and MACs; the paper's tables have the same figures with fewer digits.
 PAPER: dict[str, dict[str, tuple[str, str]]] = {
