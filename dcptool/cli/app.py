@@ -8,9 +8,13 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -25,14 +29,29 @@ COMMANDS = (
     "evaluate",
     "export",
     "bench",
+    "run",
+    "recipe",
     "env",
     "completion",
 )
 # Their product is a file; what they print about it may get lost.
-MAKE_FILES = frozenset(("prune", "finetune", "export"))
+MAKE_FILES = frozenset(("prune", "finetune", "export", "run"))
 COMPLETE = "_DCPTOOL_COMPLETE"
+# Where a process that was started for one document leaves it, instead of printing it.
+DOCUMENT_FILE = "DCPTOOL_DOCUMENT"
 
 _printed = {"document": False}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A command that another part of this program called, and the documents it made."""
+
+    arguments: tuple[str, ...]
+    documents: list[dict[str, Any]] = field(default_factory=list)
+
+
+_call: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
 class LazyGroup(click.Group):
@@ -157,6 +176,52 @@ def _report(err: DcptoolError, arguments: list[str]) -> int:
     return err.code
 
 
+def invoke(name: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run one command for a caller in this process: nothing is printed, its document comes back.
+
+    This is how recipes and the Python API run commands; errors are those of `dcptool.errors`.
+    """
+    call = _Call((name, *arguments))
+    token = _call.set(call)
+    try:
+        with click.Context(group, info_name="dcptool") as parent:
+            command = group.get_command(parent, name)
+            assert command is not None
+            with command.make_context(name, list(arguments), parent=parent) as context:
+                code = command.invoke(context)
+    except click.exceptions.Exit as err:
+        code = err.exit_code
+    except click.ClickException as err:
+        raise faults.of_usage(err, [name, *arguments]) from err
+    finally:
+        _call.reset(token)
+    if code or not call.documents:
+        failed = DcptoolError(f"{name} ended without a result", why=f"its exit code is {code or 0}")
+        failed.code = code or DcptoolError.code
+        raise failed
+    return call.documents[-1]
+
+
+def called() -> list[str] | None:
+    """The words of the command that is running, where it was called by `invoke`."""
+    call = _call.get()
+    return list(call.arguments) if call is not None else None
+
+
+def hand_over(document: dict[str, Any]) -> bool:
+    """Give a document to whoever called the command; False when a person typed it."""
+    call = _call.get()
+    if call is not None:
+        call.documents.append(document)
+        return True
+    if DOCUMENT_FILE in os.environ:
+        from dcptool import files
+
+        files.publish_json(Path(os.environ[DOCUMENT_FILE]), document)
+        return True
+    return False
+
+
 def emit(
     command: str,
     document: dict[str, object],
@@ -169,10 +234,14 @@ def emit(
 
     A result outside its limits comes with its `failure`, which is raised after it is printed.
     """
-    if as_json:
-        whole = {"dcptool": __version__, "command": command, **document}
+    whole = {"dcptool": __version__, "command": command, **document}
+    if failure is not None:
+        whole["error"] = failure.document()
+    if hand_over(whole):
         if failure is not None:
-            whole["error"] = failure.document()
+            raise failure
+        return
+    if as_json:
         text = json.dumps(whole, indent=2, allow_nan=False)
         _printed["document"] = True
     try:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dcptool import console, files
+from dcptool.cli import app
 from dcptool.errors import DcptoolError, EnvironmentFault, Interrupted
 
 if TYPE_CHECKING:
@@ -92,10 +93,14 @@ def through_torchrun(processes: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    arguments = _without_option(sys.argv[1:], "--nproc-per-node")
-    with tempfile.TemporaryDirectory(prefix="dcptool-") as status:
-        os.environ[STATUS_FOLDER] = status
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    called = app.called()
+    arguments = _without_option(called or sys.argv[1:], "--nproc-per-node")
+    with tempfile.TemporaryDirectory(prefix="dcptool-") as status, _environment() as environ:
+        environ[STATUS_FOLDER] = status
+        document = Path(status) / "document.json"
+        if called is not None:
+            environ[app.DOCUMENT_FILE] = str(document)
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
         config = LaunchConfig(
             run_id="dcptool",
             min_nodes=1,
@@ -115,7 +120,23 @@ def through_torchrun(processes: int) -> int:
             stopped = int(err.sigval)
         except ChildFailedError as err:
             console.detail(str(err).splitlines()[0])
+        finally:
+            logging.disable(logging.NOTSET)
+        if document.exists():
+            app.hand_over(files.read_json(document, what="the document of a process"))
         return _answer(Path(status), processes, stopped)
+
+
+@contextmanager
+def _environment() -> Iterator[os._Environ[str]]:
+    """Let variables be set for children, and be gone after: more commands may follow here."""
+    before = dict(os.environ)
+    try:
+        yield os.environ
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _without_option(arguments: list[str], name: str) -> list[str]:

@@ -1,0 +1,200 @@
+"""`dcptool run`: a recipe from the network to the numbers, every step done once."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dcptool import console
+from dcptool.cli import app
+from dcptool.cli.options import output_options, runs_option
+from dcptool.errors import Interrupted
+
+
+def complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    """Names of recipes for the shell."""
+    from dcptool.pipeline import recipe
+
+    return [name for name in recipe.shipped() if name.startswith(incomplete)]
+
+
+@click.command("run")
+@click.argument("recipe", metavar="NAME|FILE.toml", shell_complete=complete)
+@click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Change one value of the recipe, e.g. prune.rate=0.5; repeatable.",
+)
+@click.option("--resume", is_flag=True, help="Go on in the middle of a step that was stopped.")
+@click.option(
+    "--dry-run", is_flag=True, help="Show steps, files, disk and time; measure, write nothing."
+)
+@runs_option
+@output_options
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    recipe: str,
+    changes: tuple[str, ...],
+    resume: bool,
+    dry_run: bool,
+    runs_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """Do all that a recipe says: analyze, prune, finetune, export, bench, whichever it has.
+
+    A step whose result is there, and whose settings and inputs are the same, is not done again.
+    Exits with 4 when a gate of the recipe does not hold.
+
+    \b
+        dcptool run quickstart
+        dcptool run quickstart --set prune.rate=0.5 --dry-run
+        dcptool run mine.toml --resume
+    """
+    from dcptool.cli import sections
+    from dcptool.pipeline import recipe as recipes
+    from dcptool.pipeline import rundir
+
+    found = recipes.read(recipe, sections.schema(), changes)
+    steps = check(found)
+    runs = rundir.runs_folder(runs_dir)
+    if dry_run:
+        from dcptool.pipeline import estimate
+
+        document = estimate.estimate(found, steps)
+        app.emit("run", document, estimate.text(document, runs), as_json=as_json)
+        return
+    from dcptool.pipeline import run
+
+    words = ["dcptool", "run", recipe]
+    words += [word for change in changes for word in ("--set", change)]
+    words += ["--runs-dir", str(runs_dir)] if runs_dir is not None else []
+    again = shlex.join([*words, "--resume"])
+    try:
+        document, failure = run.run(
+            found,
+            invoke=app.invoke,
+            runs=runs,
+            resume=resume,
+            again=again,
+            common=_common(ctx),
+        )
+    except KeyboardInterrupt as err:
+        raise Interrupted(getattr(err, "number", signal.SIGINT), try_=again) from err
+    app.emit("run", document, _text(document), as_json=as_json, failure=failure)
+
+
+def check(recipe: Any) -> dict[str, dict[str, Any]]:
+    """The options of every step, defaults included; raises what the commands would."""
+    from dcptool.cli import faults
+    from dcptool.errors import UsageError
+    from dcptool.pipeline import run
+
+    found: dict[str, dict[str, Any]] = {}
+    wrong = _combinations(recipe)
+    with click.Context(app.group, info_name="dcptool") as parent:
+        for step in run.steps_of(recipe):
+            target = str(recipe.get("model", "name"))
+            on_artifact = step.takes != "name" and bool(found.keys() & {"baseline", "prune"})
+            words = run.words_of(recipe, step, target, on_artifact)
+            one = app.group.get_command(parent, step.command)
+            assert one is not None
+            try:
+                with one.make_context(step.command, list(words), parent=parent) as context:
+                    found[step.name] = dict(context.params)
+            except click.ClickException as err:
+                fault = faults.of_usage(err, [step.command, *words])
+                wrong.append(f"[{step.name}]: {fault.message}: {fault.why}")
+    if wrong:
+        raise UsageError(
+            f"the recipe {recipe.name} cannot work",
+            why="\n".join(wrong),
+            try_="dcptool recipe show quickstart, which is a recipe that works",
+        )
+    return found
+
+
+def _combinations(recipe: Any) -> list[str]:
+    """What sections need of each other."""
+    from dcptool.pipeline import run
+
+    wrong = []
+    if not run.steps_of(recipe):
+        names = ", ".join(f"[{step.name}]" for step in run.STEPS)
+        wrong.append(f"it has no step: none of {names}")
+    budgets = [key for key in ("rate", "epsilon", "plan") if recipe.get("prune", key) is not None]
+    if len(budgets) > 1:
+        wrong.append(f"prune.{' and prune.'.join(budgets)} exclude each other")
+    if recipe.get("gates", "min_speedup") is not None and not recipe.has("bench"):
+        wrong.append("gates.min_speedup needs a section [bench], which measures it")
+    drop = recipe.get("gates", "max_accuracy_drop")
+    if drop is not None and not (recipe.has("prune") or recipe.has("finetune")):
+        wrong.append("gates.max_accuracy_drop needs a section [prune] or [finetune]")
+    if drop is not None and recipe.get("data", "images") is not None:
+        wrong.append("gates.max_accuracy_drop needs labels, which data.images has not")
+    return wrong
+
+
+def _common(ctx: click.Context) -> tuple[str, ...]:
+    """How much is said, as it was asked of `run` itself."""
+    before = ctx.find_root().params
+    names = (("quiet", "--quiet"), ("verbose", "--verbose"))
+    return tuple(word for name, word in names if ctx.params.get(name) or before.get(name))
+
+
+def _text(document: dict[str, Any]) -> str:
+    summary = document["summary"]
+    dense, slim = summary["dense"], summary["slim"]
+    rows = []
+    for name, key in (("params", "params"), ("MACs", "macs")):
+        if dense[key] and slim[key]:
+            ratio = f"{dense[key] / slim[key]:.2f}x fewer"
+            rows.append([name, f"{dense[key]:,}", f"{slim[key]:,}", ratio])
+    if dense["top1"] is not None and slim["top1"] is not None:
+        change = f"{slim['top1'] - dense['top1']:+.2f}"
+        rows.append(["top-1", f"{dense['top1']:.2f} %", f"{slim['top1']:.2f} %", change])
+    benched = next((s["document"] for s in document["steps"] if s["name"] == "bench"), None)
+    if benched is not None:
+        rows += _latencies(benched)
+    steps = ", ".join(
+        f"{step['name']} {'(there)' if step['skipped'] else console.clock(step['seconds'])}"
+        for step in document["steps"]
+    )
+    lines = [console.table(["", "dense", "slim", ""], rows, align="<>>>"), ""] if rows else []
+    if document["file"]:
+        size = f", {slim['bytes'] / 1e6:.1f} MB" if slim["bytes"] else ""
+        lines.append(f"{document['file']}{size}")
+    for gate in document["gates"]:
+        value = "not measured" if gate["value"] is None else f"{gate['value']:.4g}"
+        state = "holds" if gate["ok"] else "FAILS"
+        lines.append(f"gate {gate['name']}: {value}, limit {gate['limit']:g}: {state}")
+    lines.append(f"{document['run']}, {console.clock(document['seconds'])} ({steps})")
+    return "\n".join(lines)
+
+
+def _latencies(document: dict[str, Any]) -> list[list[str]]:
+    """Median milliseconds of both networks for each batch size and thread count."""
+    times = {
+        (row["model"], row["provider"], row["batch_size"], row["threads"]): row["p50_ms"]
+        for row in document["rows"]
+    }
+    rows = []
+    for entry in document["speedup"]:
+        where = (entry["provider"], entry["batch_size"], entry["threads"])
+        pair = [times.get((entry[side], *where)) for side in ("baseline", "model")]
+        if None not in pair:
+            rows.append(
+                [
+                    f"{entry['provider']}, batch {entry['batch_size']}, {entry['threads']} threads",
+                    *(f"{value:.2f} ms" for value in pair),
+                    f"{entry['ratio']:.2f}x faster",
+                ]
+            )
+    return rows

@@ -1,0 +1,313 @@
+"""A recipe: one TOML file whose sections are commands and whose keys are their options.
+
+Reads, checks and explains; runs nothing. What keys there are and what they may hold is told by
+the command line through a `Schema`, so that every option has one home. All faults are listed at
+once, with their lines. A recipe is complete: it inherits nothing and inserts nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from dcptool import files
+from dcptool.errors import InputError, UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SIZE_LIMIT = 64 << 10
+DEPTH_LIMIT = 16
+SUFFIX = ".toml"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a section: how its value becomes words of a command line.
+
+    `arguments` raises ValueError that says what is wanted; `is_path` marks what is read.
+    """
+
+    arguments: Callable[[Any], list[str]]
+    is_path: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """The keys of one section, and why some names are not among them."""
+
+    keys: Mapping[str, Key]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+
+
+Schema = Mapping[str, Section]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the user wants, checked: values as written and as words of each command."""
+
+    name: str
+    text: str
+    sections: Mapping[str, Mapping[str, Any]]
+    words: Mapping[str, Mapping[str, tuple[str, ...]]]
+    schema: Schema
+
+    @property
+    def purpose(self) -> str:
+        """The first sentence of the comment on top."""
+        return purpose(self.text)
+
+    def has(self, section: str) -> bool:
+        """Whether the recipe asks for this step."""
+        return section in self.sections
+
+    def get(self, section: str, key: str) -> Any:
+        """One value as it was written, or None."""
+        return self.sections.get(section, {}).get(key)
+
+    def words_for(self, step: str, *, of: str, only: Sequence[str] | None = None) -> list[str]:
+        """The words that section `of` adds to the command line of `step`."""
+        known = self.schema[step].keys
+        return [
+            word
+            for key, words in self.words.get(of, {}).items()
+            if key in known and (only is None or key in only)
+            for word in words
+        ]
+
+    def paths_for(self, step: str) -> Iterator[Path]:
+        """Files and folders that a step reads because the recipe names them."""
+        known = self.schema[step].keys
+        for section in ("model", "data", step):
+            for key, value in self.sections.get(section, {}).items():
+                if key in known and known[key].is_path:
+                    yield Path(str(value))
+
+
+def folder() -> Path:
+    """Where the recipes that came with this program lie: in the wheel, or in the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parent / "recipes"
+
+
+def shipped() -> dict[str, Path]:
+    """The recipes that came with this program, by name."""
+    return {path.stem: path for path in sorted(folder().glob(f"*{SUFFIX}"))}
+
+
+def find(name: str) -> Path:
+    """The file behind a name or a path; a name that is misspelt suggests the nearest."""
+    if name.endswith(SUFFIX) or "/" in name:
+        path = Path(name)
+        if not path.is_file() and path.stem in shipped():
+            raise InputError(
+                f"there is no recipe file {path}",
+                why=f"but one called {path.stem} came with dcptool",
+                try_=f"dcptool run {path.stem}, or dcptool recipe copy {path.stem}",
+            )
+        return path
+    known = shipped()
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    file = Path(name + SUFFIX)
+    raise UsageError(
+        f"there is no recipe {name!r}",
+        why="the recipes that came with dcptool are " + ", ".join(known),
+        try_=f"dcptool run {file}"
+        if file.is_file()
+        else f"dcptool run {near[0]}"
+        if near
+        else "dcptool recipe list",
+    )
+
+
+def read(name: str, schema: Schema, changes: Sequence[str] = ()) -> Recipe:
+    """Read a recipe by name or path, lay `changes` (`prune.rate=0.5`) over it, and check it."""
+    path = find(name)
+    text = read_text(path)
+    tables = parse(text, str(path))
+    for change in changes:
+        _lay_over(tables, _change(change))
+    return check(path.stem, text, tables, schema, where=name)
+
+
+def read_text(path: Path) -> str:
+    """The text of a recipe file, whole and in UTF-8."""
+    data = files.read_bytes(path, what="recipe", limit=SIZE_LIMIT)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as err:
+        raise UsageError(
+            f"cannot read recipe {path}",
+            why=f"its encoding is not UTF-8: {err.reason} at byte {err.start}",
+            try_=f"iconv -t UTF-8 {path}",
+        ) from err
+
+
+def parse(text: str, where: str) -> dict[str, Any]:
+    """TOML to tables; numbers keep the digits that were written."""
+    if _depth(text) > DEPTH_LIMIT:
+        raise UsageError(
+            f"{where} is too complex",
+            why=f"brackets or dotted keys go deeper than {DEPTH_LIMIT}",
+            try_="dcptool recipe show quickstart",
+        )
+    try:
+        tables: dict[str, Any] = tomllib.loads(text, parse_float=Decimal)
+    except (ValueError, InvalidOperation, RecursionError) as err:
+        raise UsageError(
+            f"{where} is not valid TOML",
+            why=str(err)[:200] or "a number is out of range",
+            try_="dcptool recipe show quickstart",
+        ) from err
+    return tables
+
+
+def _depth(text: str) -> int:
+    """The deepest nesting outside of strings and comments, before anything recursive sees it."""
+    depth = deepest = dots = 0
+    place = 0
+    while place < len(text):
+        letter = text[place]
+        if letter in "\"'":
+            mark = letter * 3 if text.startswith(letter * 3, place) else letter
+            end = text.find(mark, place + len(mark))
+            # An escaped quote only ends the string early here; tomllib has the last word.
+            place = len(text) if end < 0 else end + len(mark)
+            continue
+        if letter == "#":
+            end = text.find("\n", place)
+            place = len(text) if end < 0 else end
+            continue
+        depth += (letter in "[{") - (letter in "]}")
+        dots = dots + 1 if letter == "." else 0 if letter in "=,[]{}\n" else dots
+        deepest = max(deepest, depth, dots)
+        place += 1
+    return deepest
+
+
+def _change(text: str) -> dict[str, Any]:
+    """`prune.rate=0.5` as tables; a value that is no TOML is a text."""
+    name, equals, value = text.partition("=")
+    if not equals or "." not in name:
+        raise UsageError(f"--set {text} names no key", try_="--set prune.rate=0.5")
+    if _depth(text) > DEPTH_LIMIT or len(text) > SIZE_LIMIT:
+        raise UsageError(f"--set {text[:40]} is too complex", try_="--set prune.rate=0.5")
+    for spelling in (value, json.dumps(value)):
+        try:
+            tables: dict[str, Any] = tomllib.loads(f"{name} = {spelling}", parse_float=Decimal)
+        except (ValueError, InvalidOperation, RecursionError):
+            continue
+        return tables
+    raise UsageError(f"--set {text} is no key and value", try_="--set prune.rate=0.5")
+
+
+def _lay_over(tables: dict[str, Any], change: Mapping[str, Any]) -> None:
+    for key, value in change.items():
+        below = tables.get(key)
+        if isinstance(value, dict) and isinstance(below, dict):
+            _lay_over(below, value)
+        else:
+            tables[key] = value
+
+
+def check(name: str, text: str, tables: Mapping[str, Any], schema: Schema, *, where: str) -> Recipe:
+    """Turn tables into a recipe, or tell everything that is wrong with them."""
+    lines = _lines(text)
+    faults: list[str] = []
+    words: dict[str, dict[str, tuple[str, ...]]] = {}
+    for section, table in tables.items():
+        place = _place(lines, section)
+        if section not in schema:
+            faults.append(f"{place}there is no section [{section}]{_near(section, schema)}")
+            continue
+        if not isinstance(table, dict):
+            faults.append(f"{place}[{section}] must be a section, not a value")
+            continue
+        known = schema[section]
+        words[section] = {}
+        for key, value in table.items():
+            place = _place(lines, f"{section}.{key}")
+            if key in known.refused:
+                faults.append(f"{place}{section}.{key}: {known.refused[key]}")
+            elif key not in known.keys:
+                faults.append(f"{place}there is no key {section}.{key}{_near(key, known.keys)}")
+            else:
+                try:
+                    words[section][key] = tuple(known.keys[key].arguments(value))
+                except ValueError as err:
+                    faults.append(f"{place}{section}.{key}: {err}")
+    for section, known in schema.items():
+        if section in tables or section == "model":
+            table = tables.get(section)
+            given = table if isinstance(table, dict) else {}
+            faults += [f"{section}.{key} is missing" for key in known.required if key not in given]
+    if faults:
+        raise UsageError(
+            f"the recipe {where} has {len(faults)} fault{'s' * (len(faults) > 1)}",
+            why="\n".join(faults),
+            try_="dcptool recipe show quickstart, which is a recipe that works",
+        )
+    return Recipe(name, text, tables, words, schema)
+
+
+def _near(word: str, known: Mapping[str, object]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _place(lines: Mapping[str, int], name: str) -> str:
+    return f"line {lines[name]}: " if name in lines else ""
+
+
+_HEADER = re.compile(r"\s*\[+\s*([\w.\"'-]+)\s*\]+")
+_KEY = re.compile(r"\s*([\w.\"'-]{1,200})\s*=")
+
+
+def _lines(text: str) -> dict[str, int]:
+    """Where sections and keys stand, for messages: by the look of lines, which is enough."""
+    found: dict[str, int] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            section = header[1].replace('"', "").replace("'", "")
+            found.setdefault(section, number)
+            found.setdefault(section.partition(".")[0], number)
+        elif key := _KEY.match(line):
+            name = key[1].replace('"', "").replace("'", "")
+            found.setdefault(f"{section}.{name}" if section else name, number)
+    return found
+
+
+def purpose(text: str) -> str:
+    """The first sentence of the comment on top of a recipe."""
+    comment = []
+    for line in text.splitlines():
+        if not line.startswith("#") or not line.strip("# "):
+            break
+        comment.append(line.lstrip("# ").rstrip())
+    return " ".join(comment).partition(". ")[0].rstrip(".")
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON: numbers as numbers, the rest of TOML as text."""
+    if isinstance(value, dict):
+        return {key: plain(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(below) for below in value]
+    if isinstance(value, Decimal):
+        return float(value)
+    return value if isinstance(value, bool | int | float | str) else str(value)
