@@ -1,7 +1,9 @@
 """Give it a trained CNN and get back a smaller, faster, deployable one.
 
-The Python side of the command line: `load` and `analyze`. Importing this package imports no
-library; each function imports what it needs when it is called.
+The Python side of the command line. Every function but `load` returns the document that its
+command prints with --json; options are those of the command, with underscores (`training=False`
+is --no-training). Nothing is printed on stdout; errors are the classes of `dcptool.errors`.
+Importing this package imports no library.
 """
 
 from __future__ import annotations
@@ -9,13 +11,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
 
+    Plain = bool | int | float | str | Path
+    Option = Plain | Sequence[Plain] | None
+
 __version__ = "0.1.0"
-__all__ = ["analyze", "load"]
+__all__ = ["analyze", "bench", "evaluate", "export", "finetune", "load", "prune", "run"]
 
 
 def load(
@@ -85,3 +90,58 @@ def analyze(
         network = Network(target, base, Input(input_size, (0.0,) * channels, (1.0,) * channels))
     texts = tuple(str(rate) for rate in rates)
     return analysis.analyze(network, rates=texts, scope=scope, losses=losses).document
+
+
+def prune(
+    model: str | Path, *, rate: float | str | None = None, **options: Option
+) -> dict[str, Any]:
+    """Remove channels of a model (a name or an artifact); the result is in `document["artifact"]`.
+
+    One of `rate`, `epsilon` and `plan` says how many.
+    """
+    return _call("prune", [model], {"rate": rate, **options})
+
+
+def finetune(target: str | Path | None = None, **options: Option) -> dict[str, Any]:
+    """Train an artifact or a model, the newest run without one; the result is a new artifact."""
+    return _call("finetune", [target], options)
+
+
+def evaluate(target: str | Path | None = None, **options: Option) -> dict[str, Any]:
+    """Top-1 and top-5 of an artifact, a model or an ONNX file, of the newest run without one."""
+    return _call("evaluate", [target], options)
+
+
+def export(target: str | Path | None = None, **options: Option) -> dict[str, Any]:
+    """Write a checked ONNX file; `onnx` and `safetensors` name files of your own."""
+    return _call("export", [target], options)
+
+
+def bench(*targets: str | Path, **options: Option) -> dict[str, Any]:
+    """Time networks beside each other; without one, the newest run against its dense network."""
+    return _call("bench", list(targets), options)
+
+
+def run(
+    recipe: str | Path, *, settings: Mapping[str, Option] | None = None, **options: Option
+) -> dict[str, Any]:
+    """Do what a recipe says, by name or file, with `settings` such as {"prune.rate": 0.5} changed.
+
+    Raises GateFailed when a gate of the recipe does not hold.
+    """
+    import json
+
+    changes = [f"{key}={json.dumps(value, default=str)}" for key, value in (settings or {}).items()]
+    return _call("run", [recipe], {"set": changes, **options})
+
+
+def _call(
+    command: str, targets: Sequence[str | Path | None], options: Mapping[str, Option]
+) -> dict[str, Any]:
+    """Run a command as the command line does, quietly unless told otherwise."""
+    from dcptool.cli import app, sections
+
+    # A name that begins with a dash must not become an option.
+    names = [str(target) for target in targets if target is not None]
+    words = sections.words(command, {"quiet": not options.get("verbose"), **options})
+    return app.invoke(command, [*words, *(["--", *names] if names else [])])
