@@ -237,8 +237,14 @@ def read_bytes(
             if check is not None:
                 check(stream, info.st_size)
                 stream.seek(0)
+            # A read of n bytes takes n bytes of memory first, so the limit is no size to ask for.
             # A file may grow while it is read, and some tell no size at all.
-            data = stream.read() if limit is None else stream.read(limit + 1)
+            data = stream.read(info.st_size)
+            if more := stream.read(1 << 16):
+                data += more
+                data += (
+                    stream.read() if limit is None else stream.read(max(0, limit + 1 - len(data)))
+                )
         except OSError as err:
             raise _read_fault(err, path, what) from err
     if limit is not None and len(data) > limit:

@@ -114,7 +114,8 @@ def _serve(request: dict[str, object]) -> dict[str, object]:
     size = None if request["size"] is None else int(str(request["size"]))
     try:
         scanned = onnx_scan.scan(path)
-        limit += MEMORY_PER_FILE_BYTE * scanned.bytes
+        own = len(scanned.data)
+        limit += MEMORY_PER_FILE_BYTE * max(own, min(scanned.bytes, scanned.weight_bytes))
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         check_whole(scanned)
         macs = onnx_cost.macs(scanned.proto, size=size)

@@ -8,6 +8,7 @@ onnx's checker or to onnxruntime, and those see the very bytes that were scanned
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from collections.abc import Iterator
@@ -38,6 +39,13 @@ class Scanned:
     folder: Path | None
 
     @property
+    def weight_bytes(self) -> int:
+        """What its weights take in memory by their dimensions: no file size can inflate it."""
+        graphs = [graph for graph, _ in _graphs(self.proto.graph)]
+        tensors = [tensor for graph in graphs for tensor in graph.initializer]
+        return sum(math.prod(tensor.dims) * _item_bytes(tensor.data_type) for tensor in tensors)
+
+    @property
     def bytes(self) -> int:
         """Size with external data."""
         return len(self.data) + sum(
@@ -49,8 +57,13 @@ class Scanned:
 
 def scan(path: Path) -> Scanned:
     """Read and judge an .onnx file; exit 3 says what is wrong with it."""
-    data = files.read_bytes(path, what="ONNX file", limit=SIZE_LIMIT)
-    _sniff(path, data)
+    data = files.read_bytes(
+        path,
+        what="ONNX file",
+        limit=SIZE_LIMIT,
+        # Before gigabytes of something else are in memory.
+        check=lambda stream, _: _sniff(path, stream.read(512)),
+    )
     proto = onnx.ModelProto()
     try:
         proto.ParseFromString(data)
@@ -76,6 +89,13 @@ def scan(path: Path) -> Scanned:
     return Scanned(path, data, proto, path.resolve().parent if external else None)
 
 
+def _item_bytes(kind: int) -> int:
+    try:
+        return int(onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize)
+    except (KeyError, TypeError, ValueError):
+        return 0
+
+
 def _refusal(path: Path, why: str, try_: str = "") -> InputError:
     return InputError(f"refused {path}", why=why, try_=try_)
 
@@ -94,6 +114,8 @@ def _sniff(path: Path, data: bytes) -> None:
         )
     if head[:1] == b"{":
         raise _refusal(path, "it is JSON, not ONNX")
+    if data[:1] == b"\0":
+        raise _refusal(path, "it begins with zeros: not ONNX, or a download that never finished")
 
 
 def _check_versions(path: Path, proto: onnx.ModelProto) -> None:

@@ -1,16 +1,18 @@
 """An .onnx file as something that turns images into class scores.
 
 The file is scanned and met by a child process first, like every foreign file. What it says
-of its own input (size, mean, std, embedded preprocessing) is how it is fed.
+of its own input (size, mean, std, embedded preprocessing) is how it is fed; what makes no
+sense there is refused.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +24,8 @@ from dcptool.deploy.session import feed_of, open_session
 from dcptool.errors import InputError
 from dcptool.network.models import Base, Input, Network
 
+LARGEST_SIDE = 16384
+MOST_CLASSES = 1_000_000
 DEFAULT = Input((3, 224, 224), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -45,9 +49,9 @@ def open_onnx(path: Path, *, threads: int = 0, img_size: int | None = None) -> O
     guard.visit(path, batch_size=fixed or 1, size=seen.size[1])
     session = open_session(scanned.data, threads=threads, folder=scanned.folder)
     output = session.get_outputs()[0]
-    classes = json.loads(facts["classes"]) if "classes" in facts else None
-    count = output.shape[-1] if isinstance(output.shape[-1], int) else None
-    count = count or int(facts.get("num_classes", "0"))
+    classes = _said(path, facts, "classes", _names)
+    last = output.shape[-1] if output.shape else None
+    count = last if isinstance(last, int) else _said(path, facts, "num_classes", _count) or 0
     if len(output.shape) != 2 or count < 1:
         raise InputError(f"{path} is no classifier", why=f"its output has shape {output.shape}")
     kind = np.float16 if feed.kind == "tensor(float16)" else np.float32
@@ -67,7 +71,7 @@ def open_onnx(path: Path, *, threads: int = 0, img_size: int | None = None) -> O
         return scores.clamp_min(1e-38).log() if is_probability else scores
 
     base = Base("onnx", path.name, count)
-    network = Network(torch.nn.Identity(), base, seen, tuple(classes) if classes else None)
+    network = Network(torch.nn.Identity(), base, seen, classes)
     return OnnxNetwork(network, predict, fixed)
 
 
@@ -82,19 +86,81 @@ def _input(
     if len(shape) != 4:
         raise InputError(f"{path} takes no images", why=f"its input has shape {list(shape)}")
     height, channels = (shape[1], shape[3]) if embedded else (shape[2], shape[1])
-    known = json.loads(facts["input_size"]) if "input_size" in facts else None
+    known = _said(path, facts, "input_size", _size)
     if known is None:
         console.note(f"{path} does not say how it was fed: ImageNet's mean and std unless given")
     size = img_size or height or (known[1] if known else DEFAULT.size[1])
     count = channels or (known[0] if known else 3)
-    mean: tuple[float, ...] = tuple(json.loads(facts.get("mean", json.dumps(DEFAULT.mean))))
-    std: tuple[float, ...] = tuple(json.loads(facts.get("std", json.dumps(DEFAULT.std))))
+    mean = _said(path, facts, "mean", _numbers) or DEFAULT.mean
+    std = _said(path, facts, "std", _numbers) or DEFAULT.std
     if embedded:
         mean, std = (0.0,) * count, (1.0,) * count
     return Input(
         (count, size, size),
         mean,
         std,
-        facts.get("interpolation", DEFAULT.interpolation),
-        float(facts.get("crop_pct", DEFAULT.crop_pct)),
+        _said(path, facts, "interpolation", _interpolation) or DEFAULT.interpolation,
+        _said(path, facts, "crop_pct", _share) or DEFAULT.crop_pct,
     )
+
+
+Found = TypeVar("Found")
+
+
+def _said(
+    path: Path, facts: Mapping[str, str], key: str, parse: Callable[[str], Found]
+) -> Found | None:
+    """What a file's metadata say under `key`, or None; exit 3 when it makes no sense."""
+    if key not in facts:
+        return None
+    try:
+        return parse(facts[key])
+    except (ValueError, TypeError, RecursionError) as err:
+        raise InputError(
+            f"refused {path}",
+            why=f"its metadata say {facts[key][:60]!r} for {key}",
+            try_="export it again, or remove that entry from the file",
+        ) from err
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise ValueError
+
+
+def _names(text: str) -> tuple[str, ...]:
+    found = json.loads(text)
+    _require(isinstance(found, list) and 0 < len(found) <= MOST_CLASSES)
+    _require(all(isinstance(name, str) for name in found))
+    return tuple(found)
+
+
+def _count(text: str) -> int:
+    found = int(text)
+    _require(0 < found <= MOST_CLASSES)
+    return found
+
+
+def _size(text: str) -> tuple[int, ...]:
+    found = json.loads(text)
+    _require(isinstance(found, list) and len(found) == 3)
+    _require(all(type(side) is int and 0 < side <= LARGEST_SIDE for side in found))
+    return tuple(found)
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    found = json.loads(text)
+    _require(isinstance(found, list) and 0 < len(found) <= 4)
+    _require(all(type(one) in (int, float) and math.isfinite(one) for one in found))
+    return tuple(float(one) for one in found)
+
+
+def _interpolation(text: str) -> str:
+    _require(text in ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming", "random"))
+    return text
+
+
+def _share(text: str) -> float:
+    found = float(text)
+    _require(0 < found <= 1)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,33 @@ def test_accepts_a_plain_model_also_through_a_link(tmp_path: Path) -> None:
 )
 def test_names_what_is_not_onnx(tmp_path: Path, content: bytes, says: str) -> None:
     assert says in refusal(write(tmp_path, content))
+
+
+@pytest.mark.parametrize("size", [onnx_scan.SIZE_LIMIT, onnx_scan.SIZE_LIMIT + 1, 1 << 40])
+def test_holes_cost_no_memory(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "m.onnx"
+    with path.open("wb") as stream:
+        stream.truncate(size)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refusal(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024
+
+
+def test_a_small_file_asks_for_little_memory(tmp_path: Path) -> None:
+    path = write(tmp_path, tiny())
+    tracemalloc.start()
+    onnx_scan.scan(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 << 20
+
+
+def test_holes_in_external_data_raise_no_limit(tmp_path: Path) -> None:
+    with (tmp_path / "w.bin").open("wb") as stream:
+        stream.truncate(1 << 40)
+    scanned = onnx_scan.scan(write(tmp_path, external("w.bin")))
+    assert scanned.bytes > 1 << 40
+    assert scanned.weight_bytes == 32
 
 
 def test_truncation_is_refused_or_is_no_graph(tmp_path: Path) -> None:
