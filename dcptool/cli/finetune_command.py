@@ -88,6 +88,7 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int | None:
 
             console.note(f"{resume} is finished already")
             finished = files.read_json(resume / RESULT_FILE, what="the result")
+            finished["artifact"] = str(resume)
             emit("finetune", finished, _text(finished), as_json=as_json)
             return None
     document = _work(options, resume)
@@ -136,9 +137,8 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
         if dist.is_writer:
             stack.enter_context(files.lock_folder(folder))
             if resume is None:
-                files.publish_json(
-                    folder / OPTIONS_FILE, recorded.plain({**options, "target": target})
-                )
+                named = {"target": _lasting(target), "teacher": _lasting(options["teacher"])}
+                files.publish_json(folder / OPTIONS_FILE, recorded.plain({**options, **named}))
         console.note(f"fine-tuning {network.base} in {folder}")
         fresh = options["reset_head"] or network.weights.startswith("random")
         taught = None
@@ -167,7 +167,8 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
         if not dist.is_writer:
             return None
         document = _document(result, target, found)
-        files.publish_json(folder / RESULT_FILE, document)
+        kept = {"artifact": folder.name, "target": _title(target)}
+        files.publish_json(folder / RESULT_FILE, {**document, **kept})
         pipeline.clear_checkpoints(folder)
         if folder.parent == rundir.runs_folder(options["runs_dir"]):
             rundir.set_latest(folder)
@@ -227,14 +228,34 @@ def _folder(options: dict[str, Any], resume: Path | None, target: str) -> Path:
     return rundir.new_run(options["runs_dir"], f"{stem}-finetune")
 
 
+def _lasting(target: str | None) -> Path | str | None:
+    """A target that means the same from every folder, and when there are newer runs."""
+    from dcptool.network import artifact
+
+    return Path(target) if target is not None and artifact.is_artifact(target) else target
+
+
+def _title(target: str) -> str:
+    """A model name as it is, the name of an artifact for its path: a run may be handed on."""
+    path = Path(target)
+    return path.resolve().name if path.exists() else target
+
+
 def _dense_weights(target: str, lineage: Mapping[str, Any]) -> Path | None:
     """The dense weights that an artifact keeps beside itself, or its parent run does."""
     dense = lineage.get("dense")
-    name = PurePosixPath(str(dense.get("checkpoint"))) if isinstance(dense, dict) else None
-    if name is None or name.is_absolute() or name.parts[:-1].count("..") > 1 or len(name.parts) > 3:
+    name = dense.get("checkpoint") if isinstance(dense, dict) else None
+    if not isinstance(name, str) or not _is_near(name):
         return None
     path = Path(target) / name
     return path if path.is_file() else None
+
+
+def _is_near(name: str) -> bool:
+    """Whether a manifest may say it: in the folder itself, or in one beside it."""
+    path = PurePosixPath(name)
+    above = path.parts[:-1].count("..")
+    return not path.is_absolute() and "\0" not in name and above <= 1 and len(path.parts) <= 3
 
 
 def _lineage(target: str, network: Any, folder: Path) -> dict[str, Any]:
@@ -249,7 +270,7 @@ def _lineage(target: str, network: Any, folder: Path) -> dict[str, Any]:
     weights = _dense_weights(target, before)
     if weights is not None:
         near = os.path.relpath(weights.resolve(), folder.resolve())
-        before["dense"] = {**before["dense"], "checkpoint": near}
+        before["dense"] = {**before["dense"], "checkpoint": near if _is_near(near) else None}
     return {**before, "parent": parent}
 
 

@@ -1,11 +1,14 @@
 """Options of a run on the disk, so that `--resume` needs nothing but the folder.
 
 What is typed beside --resume is laid over what was recorded; whether it may change is for the
-run's own state to say.
+run's own state to say. A run folder may be handed on, so paths below the user's home folder
+are kept as `~/...`.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,8 @@ def read(
 def _typed(old: Any, key: str, paths: frozenset[str]) -> Any:
     if old is None:
         return None
+    if isinstance(old, str):
+        old = _swap(old, "~", _home())
     if key in paths:
         return Path(old)
     return tuple(old) if isinstance(old, list) else old
@@ -72,5 +77,17 @@ def plain(options: dict[str, Any]) -> dict[str, Any]:
 
 def _simple(value: Any) -> Any:
     if isinstance(value, Path):
-        return str(value.resolve())
+        value = str(value.resolve())
+    if isinstance(value, str):
+        return _swap(value, _home(), "~")
     return list(value) if isinstance(value, tuple) else value
+
+
+def _home() -> str:
+    home = os.path.expanduser("~")  # noqa: PTH111 - pathlib raises where there is none
+    return home.rstrip("/") or "~"
+
+
+def _swap(text: str, old: str, new: str) -> str:
+    """Put one beginning of a path for another; `hfds/` may stand before a path."""
+    return re.sub(rf"(?<![^/]){re.escape(old)}(?=/)", lambda _: new, text)

@@ -83,7 +83,7 @@ class Data:
     val: ImageSet
     test: ImageSet | None
     classes: tuple[str, ...]
-    source: str
+    source: str  # a name, since manifests carry it and no path may be in them
     input: Input
     builtin: bool = False
     labelled: bool = True
@@ -166,6 +166,16 @@ def _per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
     raise UsageError(f"--mean and --std need {channels} numbers each")
 
 
+def named_only(title: str) -> str:
+    """The name of a folder for its path, and a data set's name as it is."""
+    kind, _, rest = title.partition("/")
+    if kind in ("hfds", "wds") and Path(rest.strip()).is_dir():
+        return f"{kind}/{images.readable_name(Path(rest.strip()).resolve().name)}"
+    if Path(title).is_dir():
+        return images.readable_name(Path(title).resolve().name) or title
+    return title
+
+
 def folder_parts(spec: DataSpec, root: Path) -> Parts:
     """The splits of a folder: train/ and val/ or test/, or class folders alone."""
     if not root.is_dir():
@@ -240,7 +250,7 @@ def _assemble(spec: DataSpec, parts: Parts, seen: Input, *, need_train: bool) ->
         val=val if val is not None else (test if test is not None else empty),
         test=test,
         classes=tuple(images.readable_name(name) for name in lead.classes),
-        source=parts.title,
+        source=named_only(parts.title),
         input=seen,
         val_is_held_out=held_out,
         digest=digest,
@@ -305,7 +315,7 @@ def _open_unlabelled(spec: DataSpec, folder: Path, seen: Input) -> Data:
         val=whole.subset(out, "val"),
         test=None,
         classes=(),
-        source=str(folder),
+        source=named_only(str(folder)),
         input=seen,
         labelled=False,
         val_is_held_out=True,

@@ -194,7 +194,7 @@ def _shard_parts(spec: DataSpec) -> Parts:
         raise InputError(
             f"no shards in {root}", why="files are looked for as *train*.tar or train/*.tar"
         )
-    return Parts(f"wds/ {root}", found["train"], found["val"], found["test"])
+    return Parts(f"wds/{root}", found["train"], found["val"], found["test"])
 
 
 def _shard_part(paths: Sequence[Path]) -> Part:

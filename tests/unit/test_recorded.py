@@ -1,0 +1,53 @@
+"""Options of a run on the disk: they come back as they were, and name nobody's home."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+
+from dcptool.cli import recorded
+
+
+def again(folder: Path, options: dict[str, object]) -> dict[str, object]:
+    (folder / "o.json").write_text(json.dumps(recorded.plain(options)))
+    context = click.Context(click.Command("x"))
+    empty = dict.fromkeys(options)
+    return recorded.read(context, empty, folder, "o.json", frozenset(("data_dir",)))
+
+
+def test_paths_below_home_are_kept_without_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "somebody"
+    (home / "photos").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    options: dict[str, object] = {
+        "data_dir": home / "photos",
+        "dataset": f"hfds/{home}/photos",
+        "target": f"{home}/runs/one",
+        "teacher": f"/data{home}/x",
+        "model": "zoo:resnet20",
+        "rate": 0.5,
+        "kept": None,
+    }
+    kept = recorded.plain(options)
+    assert kept["data_dir"] == "~/photos"
+    assert kept["dataset"] == "hfds/~/photos"
+    assert kept["target"] == "~/runs/one"
+    assert kept["teacher"] == f"/data{home}/x"
+    assert again(tmp_path, options) == options
+
+
+@pytest.mark.parametrize("home", ["/", "", None])
+def test_without_a_home_paths_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str | None
+) -> None:
+    if home is None:
+        monkeypatch.delenv("HOME")
+    else:
+        monkeypatch.setenv("HOME", home)
+    options: dict[str, object] = {"data_dir": tmp_path, "target": "runs/one"}
+    assert again(tmp_path, options) == options
