@@ -110,7 +110,7 @@ def command(
         chosen = found.report if split == "auto" else getattr(found, split)
         if chosen is None:
             raise UsageError(f"{found.source} has no {split} images", try_="--split auto")
-        dist.agree("the data", found.digest)
+        dist.agree({"data": f"{found.source} {found.digest[:16]}"})
         accuracy = evaluate(
             predict,
             loader(chosen, batch_size, workers=workers, dist=dist, device=where),

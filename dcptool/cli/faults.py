@@ -29,6 +29,15 @@ _OF_THE_MACHINE = frozenset(
         errno.EBADF,
     )
 )
+# As torch, the C++ library and the loader of libraries put it.
+_NO_MEMORY = (
+    "not enough memory",
+    "out of memory",
+    "std::bad_alloc",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "failed to map segment from shared object",
+)
 
 
 def of_usage(err: click.ClickException, arguments: list[str]) -> UsageError:
@@ -105,9 +114,7 @@ def _plain(message: str) -> str:
 def of_anything(err: Exception) -> DcptoolError:
     """An error that nobody expected: memory, the system, or a bug."""
     text = str(err)
-    if isinstance(err, MemoryError) or any(
-        words in text for words in ("not enough memory", "out of memory", "std::bad_alloc")
-    ):
+    if isinstance(err, MemoryError) or any(words in text for words in _NO_MEMORY):
         return EnvironmentFault(
             "out of memory",
             why="the machine or a limit set for this process has no more",

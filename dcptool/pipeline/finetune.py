@@ -89,7 +89,7 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         network.classes = data.classes
     module = network.module.to(job.device)
     fingerprint = _fingerprint(network, data, job, dist)
-    dist.agree("recipe, network and data", str(sorted(fingerprint.items())))
+    dist.agree(fingerprint)
     classes = network.base.num_classes
 
     def validate(model: nn.Module, stop: Callable[[], bool]) -> Accuracy:

@@ -7,7 +7,7 @@ interface for one process, where each of these is free.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -68,17 +68,22 @@ class Dist:
         if self.world > 1:
             _guard(torch.distributed.barrier)
 
-    def agree(self, what: str, value: str) -> None:
+    def agree(self, facts: Mapping[str, str]) -> None:
         """Refuse to go on when ranks differ on something that must be the same."""
         if self.world == 1:
             return
-        values: list[str] = [""] * self.world
-        _guard(lambda: torch.distributed.all_gather_object(values, value))
-        if len(set(values)) > 1:
-            strange = [rank for rank, one in enumerate(values) if one != values[0]]
+        found: list[Mapping[str, str]] = [{}] * self.world
+        _guard(lambda: torch.distributed.all_gather_object(found, dict(facts)))
+        differ = [
+            f"{key}: rank 0 has {found[0].get(key)}, rank {rank} {one.get(key)}"
+            for rank, one in enumerate(found)
+            for key in sorted({*found[0], *one})
+            if one.get(key) != found[0].get(key)
+        ]
+        if differ:
             raise InputError(
-                f"the ranks disagree on {what}",
-                why=f"rank 0 has {values[0][:60]}; rank {strange[0]} has {values[strange[0]][:60]}",
+                f"the processes disagree on {differ[0].partition(':')[0]}",
+                why="\n".join(differ[:8]),
                 try_="give every node the same files, options and version",
             )
 
