@@ -103,6 +103,8 @@ class _Fit:
                 wish = "off"  # measuring would cost more than it can win
             chosen = choose_layout(self.model, self.batches, wish)
             state.channels_last = self.dist.broadcast(chosen)
+            if wish == "auto":
+                self._save()  # a clock chose: whoever starts this again must not ask it again
         apply_layout(self.model, state.channels_last)
         if self.ema is not None:
             apply_layout(self.ema, state.channels_last)

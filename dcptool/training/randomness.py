@@ -15,7 +15,10 @@ def seed_all(*numbers: int) -> None:
     value = int(numpy.random.SeedSequence(numbers).generate_state(1)[0])
     random.seed(value)
     numpy.random.seed(value)
-    torch.manual_seed(value)
+    torch.default_generator.manual_seed(value)
+    # Before that, torch would take a stack trace for each call.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(value)
 
 
 @contextmanager

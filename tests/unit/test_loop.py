@@ -250,6 +250,30 @@ def test_channels_last_is_chosen_and_undone() -> None:
     assert auto.channels_last in (True, False)
 
 
+def test_a_measured_layout_is_on_the_disk_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Checkpoints(tmp_path, {})
+    asked: list[bool] = []
+
+    def measured(_model: nn.Module, _batches: Batches, wish: str) -> bool:
+        asked.append(not asked)  # another answer each time
+        return asked[-1] and wish == "auto"
+
+    class Killed(Exception):
+        pass
+
+    def die(*_: object) -> Outcome:
+        raise Killed
+
+    monkeypatch.setattr("dcptool.training.loop.choose_layout", measured)
+    auto = Run(channels_last="auto", checkpoints=place, seed=1)
+    with pytest.raises(Killed):
+        fit(model(), batches(), [die], Schedule(100, 0.1), auto)
+    assert fit(model(), batches(), [cross_entropy()], Schedule(100, 0.1), auto).channels_last
+    assert len(asked) == 1
+
+
 def test_measuring_the_layout_changes_no_weight_and_no_statistic() -> None:
     ours = model()
     before = copy.deepcopy(ours.state_dict())
