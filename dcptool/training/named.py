@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.error import URLError
 
 from PIL import Image
 
-from dcptool import files
+from dcptool import console, files
 from dcptool.errors import EnvironmentFault, InputError, UsageError
 from dcptool.training import images, sources
 from dcptool.training.images import BadImage
@@ -73,10 +74,19 @@ def _torch_part(spec: DataSpec, split: str) -> Part:
         dataset: Any = create_dataset(
             str(spec.dataset), root=root, split=split, download=spec.dataset_download
         )
+    except URLError as err:
+        raise EnvironmentFault(
+            f"cannot download {spec.dataset}",
+            why=str(err.reason),
+            try_="--data-dir with a folder that holds it already",
+        ) from err
     except (RuntimeError, AssertionError, OSError, ValueError) as err:
+        why = str(err).splitlines()[0] if str(err) else type(err).__name__
+        if "download=True" in why:
+            why = "it is not there, or it is damaged"
         raise InputError(
             f"cannot open {spec.dataset}, split {split}, in {root}",
-            why=str(err).splitlines()[0] if str(err) else type(err).__name__,
+            why=why,
             try_="--data-dir with the folder that holds it, or --dataset-download",
         ) from err
     labels = getattr(dataset, "targets", None)
@@ -99,6 +109,8 @@ def _hugging_face_parts(spec: DataSpec) -> Parts:
         ) from err
     if spec.offline:
         os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+    if not console.is_live():
+        datasets.disable_progress_bars()
     path = str(spec.dataset).partition("/")[2]
     cache = str(spec.data_dir) if spec.data_dir else None
     try:
