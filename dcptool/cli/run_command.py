@@ -194,7 +194,11 @@ def _latencies(document: dict[str, Any]) -> list[list[str]]:
                 [
                     f"{entry['provider']}, batch {entry['batch_size']}, {entry['threads']} threads",
                     *(f"{value:.2f} ms" for value in pair),
-                    f"{entry['ratio']:.2f}x faster",
+                    _speed(entry["ratio"]),
                 ]
             )
     return rows
+
+
+def _speed(ratio: float) -> str:
+    return f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / ratio:.2f}x slower"

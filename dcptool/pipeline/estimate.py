@@ -63,8 +63,12 @@ def estimate(recipe: Recipe, params: Params) -> dict[str, Any]:
     speed = measure(network)
     rate = recipe.get("prune", "rate")
     rates = (str(rate),) if rate is not None else ("0.3",)
-    found = analysis.analyze(network, rates=rates).document
-    dense, slim = found["dense"], found["rates"][0] if recipe.has("prune") else found["dense"]
+    pruning = params.get("prune", {})
+    found = analysis.analyze(network, rates=rates, scope=pruning.get("scope", "paper")).document
+    dense = slim = found["dense"]
+    if pruning:
+        # Inner groups alone come first, then residual ones as well.
+        slim = found["rates"][int(pruning["prune_residual"])]
     share = slim["macs"] / max(dense["macs"], 1)
     counts = None
     if data is not None:
