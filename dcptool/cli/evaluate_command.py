@@ -122,7 +122,8 @@ def command(
     if not dist.is_writer:
         return None
     if chosen.store.bad:
-        console.warn(f"{len(chosen.store.bad)} unreadable images were left out")
+        many = len(chosen.store.bad)
+        console.warn(f"{many} unreadable image{'s were' if many > 1 else ' was'} left out")
     gates = []
     if min_top1 is not None:
         ok = accuracy.top1 >= min_top1

@@ -110,9 +110,11 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
     from dcptool.training import dist as processes
     from dcptool.training.classes import check_classes, reset_head
     from dcptool.training.device import amp_dtype, choose_device
+    from dcptool.training.metrics import check_trackers
     from dcptool.training.settings import training_of
 
     training = training_of(options["training"])
+    check_trackers(training.report_to)
     device = choose_device(options["device"], launch.local_rank())
     target = options["target"] or str(rundir.latest(options["runs_dir"]))
     model = {key: options[key] for key in MODEL_KEYS}
@@ -289,9 +291,15 @@ def _document(result: Any, target: str, data: Any) -> dict[str, Any]:
         "images_per_second": round(result.fitted.images_per_second, 2),
         "channels_last": result.fitted.channels_last,
         "ended_by": result.fitted.ended_by,
-        "skipped": len(data.train.store.bad),
+        "skipped": _skipped(data),
         "gates": result.gates,
     }
+
+
+def _skipped(data: Any) -> int:
+    sets = (data.train, data.val, data.test)
+    stores = {id(one.store): one.store for one in sets if one is not None}
+    return sum(len(store.bad) for store in stores.values())
 
 
 def _text(document: dict[str, Any]) -> str:
@@ -302,4 +310,6 @@ def _text(document: dict[str, Any]) -> str:
             f"\ntop-1 {document['before']['top1']:.2f} % -> {document['after']['top1']:.2f} %, "
             f"top-5 {document['after']['top5']:.2f} %, {document['images']:,} images"
         )
+    if document["skipped"]:
+        text += f"\n{document['skipped']} unreadable images skipped"
     return text

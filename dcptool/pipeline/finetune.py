@@ -114,7 +114,7 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         changed = reestimate_norms(module, dataclasses.replace(batches, train=False))
         console.detail(f"{changed} batch norms estimated anew")
     schedule = job.training.schedule(len(batches), fresh=job.fresh)
-    trackers = open_trackers(_names(job.training.report_to), folder, folder.name)
+    trackers = open_trackers(job.training.report_to, folder, folder.name) if dist.is_writer else ()
     run = Run(
         optimizer=job.training.optimizer,
         device=job.device,
@@ -128,7 +128,7 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         validate=validate if data.labelled else None,
         validate_first=True,
         checkpoints=Checkpoints(folder / CHECKPOINTS, fingerprint, job.training.save_every),
-        metrics=Metrics(folder, trackers if dist.is_writer else ()),
+        metrics=Metrics(folder, trackers),
         log_every=job.training.log_interval,
         max_time_s=job.training.max_time_s,
         title="fine-tune",
@@ -252,7 +252,3 @@ def clear_checkpoints(folder: Path) -> None:
             raise files.storage_fault(err, path) from err
     with suppress(OSError):
         place.rmdir()
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]

@@ -7,6 +7,7 @@ them back to the step it starts from, so that no step appears twice.
 from __future__ import annotations
 
 import csv
+import importlib.util
 import io
 import json
 import os
@@ -99,43 +100,48 @@ def _csv_line(row: Row) -> str:
     return text.getvalue()
 
 
-def open_trackers(names: Sequence[str], folder: Path, run_name: str) -> list[Any]:
+def check_trackers(text: str) -> list[str]:
+    """The trackers that `--report-to` names, known and installed, before any work is done."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in TRACKERS:
+            raise UsageError(
+                f"unknown tracker {name!r}", why="--report-to knows " + ", ".join(TRACKERS)
+            )
+        if importlib.util.find_spec(name) is None:
+            raise EnvironmentFault(
+                f"--report-to {name} needs a package that is not installed",
+                why=f"no module named {name}",
+                try_=f"pip install {name}",
+            )
+    return names
+
+
+def open_trackers(text: str, folder: Path, run_name: str) -> list[Any]:
     """One callable for each tracker that `--report-to` names."""
-    strange = [name for name in names if name not in TRACKERS]
-    if strange:
-        raise UsageError(
-            f"unknown tracker {strange[0]!r}", why="--report-to knows " + ", ".join(TRACKERS)
-        )
-    return [_open_tracker(name, folder, run_name) for name in names]
+    return [_open_tracker(name, folder, run_name) for name in check_trackers(text)]
 
 
 def _open_tracker(name: str, folder: Path, run_name: str) -> Any:
-    try:
-        if name == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
+    if name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
 
-            writer: Any = SummaryWriter(str(folder / "tensorboard"))
+        writer: Any = SummaryWriter(str(folder / "tensorboard"))
 
-            def to_board(row: Row) -> None:
-                for key, value in row.items():
-                    if value is not None and key != "step":
-                        writer.add_scalar(key, value, int(row["step"] or 0))
+        def to_board(row: Row) -> None:
+            for key, value in row.items():
+                if value is not None and key != "step":
+                    writer.add_scalar(key, value, int(row["step"] or 0))
 
-            return to_board
-        if name == "wandb":
-            import wandb  # type: ignore[import-not-found, unused-ignore]
+        return to_board
+    if name == "wandb":
+        import wandb  # type: ignore[import-not-found, unused-ignore]
 
-            wandb.init(dir=str(folder), name=run_name)
-            return lambda row: wandb.log(dict(row), step=int(row["step"] or 0))
-        import mlflow  # type: ignore[import-not-found, unused-ignore]
+        wandb.init(dir=str(folder), name=run_name)
+        return lambda row: wandb.log(dict(row), step=int(row["step"] or 0))
+    import mlflow  # type: ignore[import-not-found, unused-ignore]
 
-        mlflow.start_run(run_name=run_name)
-        return lambda row: mlflow.log_metrics(
-            {k: v for k, v in row.items() if v is not None}, step=int(row["step"] or 0)
-        )
-    except ImportError as err:
-        raise EnvironmentFault(
-            f"--report-to {name} needs a package that is not installed",
-            why=str(err),
-            try_=f"pip install {name}",
-        ) from err
+    mlflow.start_run(run_name=run_name)
+    return lambda row: mlflow.log_metrics(
+        {k: v for k, v in row.items() if v is not None}, step=int(row["step"] or 0)
+    )

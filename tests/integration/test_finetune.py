@@ -48,7 +48,8 @@ def wait_for_steps(process: subprocess.Popen[str], folder: Path, steps: int) -> 
 
 
 def test_a_new_artifact_that_evaluate_agrees_with(dcptool, tmp_path: Path) -> None:
-    done = dcptool(*BASE, "--steps", "40", "--json")
+    home = {"HOME": str(tmp_path)}
+    done = dcptool(*BASE, "--steps", "40", "--json", env=home)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["command"] == "finetune"
@@ -65,7 +66,7 @@ def test_a_new_artifact_that_evaluate_agrees_with(dcptool, tmp_path: Path) -> No
     assert manifest["lineage"]["finetune"]["steps"] == 40
     again = dcptool("evaluate", "--json")
     assert json.loads(again.stdout)["top1"] == pytest.approx(found["after"]["top1"])
-    second = dcptool("finetune", "--steps", "2", "--teacher", "runs/latest", "--json")
+    second = dcptool("finetune", "--steps", "2", "--teacher", "runs/latest", "--json", env=home)
     assert second.returncode == 0, second.stderr
     child = tmp_path / json.loads(second.stdout)["artifact"]
     lineage = json.loads((child / "manifest.json").read_text())["lineage"]
@@ -73,6 +74,8 @@ def test_a_new_artifact_that_evaluate_agrees_with(dcptool, tmp_path: Path) -> No
     assert lineage["finetune"]["distilled"] is True
     twice = dcptool("finetune", "--resume", str(made), "--json")
     assert json.loads(twice.stdout)["after"] == found["after"]
+    for path in (*made.rglob("*.*"), *child.rglob("*.*")):
+        assert path.is_dir() or str(tmp_path).encode() not in path.read_bytes(), path
 
 
 @pytest.mark.parametrize(
@@ -124,6 +127,7 @@ def test_bad_requests_have_their_codes(
     cases = {
         ("finetune", "zoo:resnet20", "--no-pretrained", "-o", "full", "--steps", "1"): 2,
         ("finetune", "zoo:resnet20", "--no-pretrained", "--opt", "sdg"): 2,
+        (*BASE, "--report-to", "nonsense", "-o", "strange"): 2,
         ("finetune", "--resume", "nowhere"): 3,
         ("finetune", "zoo:resnet20", "--no-pretrained", "--num-classes", "7"): 3,
         ("finetune", "zoo:resnet20", "--no-pretrained", "--device", "cuda"): 5,
@@ -136,6 +140,7 @@ def test_bad_requests_have_their_codes(
         assert "Traceback" not in said
         assert "  why: " in said or "  try: " in said
     assert (tmp_path / "full" / "x").read_text() == "mine"
+    assert not (tmp_path / "strange").exists()
     assert not (tmp_path / "gated" / "manifest.json").exists()
     assert not (tmp_path / "blown" / "manifest.json").exists()
 
