@@ -46,6 +46,10 @@ class Chain:
         node = self.segments[-1].output if module is None else self.outputs[module]
         return node, next(i for i, s in enumerate(self.segments) if node in s.nodes)
 
+    def place_of(self, name: str) -> int:
+        """The segment that a layer is called in."""
+        return next(i for i, s in enumerate(self.segments) if name in s.layers)
+
 
 def build_chain(module: nn.Module, input_size: tuple[int, ...], dense: Iterable[str]) -> Chain:
     """Cut a network into the shortest segments that hold at least one dense layer each."""
@@ -106,6 +110,24 @@ def run_segment(
         if node in missing:
             found[node] = env[node]
             missing.discard(node)
+    return found
+
+
+def run_from(
+    chain: Chain, place: int, root: nn.Module, features: Tensor, want: Iterable[fx.Node]
+) -> dict[fx.Node, Tensor]:
+    """Values of wanted nodes in segment `place` or later, from the features where it starts."""
+    missing = set(want)
+    found: dict[fx.Node, Tensor] = {}
+    for segment in chain.segments[place:]:
+        inside = missing & set(segment.nodes)
+        missing -= inside
+        ask = [*inside, segment.output] if missing else list(inside)
+        values = run_segment(chain, segment, root, features, ask)
+        found |= {node: values[node] for node in inside}
+        if not missing:
+            break
+        features = values[segment.output]
     return found
 
 

@@ -32,15 +32,26 @@ def taps(layer: nn.Module) -> int:
     return layer.weight[0, 0].numel() if isinstance(layer, nn.Conv2d) else 1
 
 
-def choose_positions(output: Tensor, count: int, generator: torch.Generator) -> Positions:
-    """Random positions of a layer's output, as many for each image; all if there are few."""
+def choose_positions(
+    output: Tensor,
+    count: int,
+    generator: torch.Generator,
+    whole: int | None = None,
+    share: slice = slice(None),
+) -> Positions:
+    """Random positions of a layer's output, as many for each image; all if there are few.
+
+    The output may be a `share` of a batch of `whole` images: an image gets the same positions.
+    """
     images = output.shape[0]
     height, width = _grid(output)
     total = height * width
     if total <= count:
         flat = torch.arange(total).expand(images, total)
     else:
-        flat = torch.rand((images, total), generator=generator).topk(count, dim=1).indices
+        drawn = torch.rand((images if whole is None else whole, total), generator=generator)
+        flat = drawn.topk(count, dim=1).indices[share]
+    flat = flat.to(output.device)
     return Positions(flat // width, flat % width)
 
 
@@ -72,8 +83,8 @@ def rows_at(layer: nn.Module, features: Tensor, positions: Positions) -> Tensor:
     images, channels, _, width = padded.shape
     if kh == kw == 1:
         return values_at(padded, Positions(positions.rows * sh, positions.columns * sw))
-    rows = (positions.rows * sh).unsqueeze(-1) + torch.arange(kh) * dh
-    columns = (positions.columns * sw).unsqueeze(-1) + torch.arange(kw) * dw
+    rows = (positions.rows * sh).unsqueeze(-1) + torch.arange(kh, device=features.device) * dh
+    columns = (positions.columns * sw).unsqueeze(-1) + torch.arange(kw, device=features.device) * dw
     flat = (rows.unsqueeze(-1) * width + columns.unsqueeze(-2)).flatten(1)
     index = flat.unsqueeze(1).expand(-1, channels, -1)
     count = positions.rows.shape[1]

@@ -44,9 +44,9 @@ class Moments:
     def add(self, rows: Tensor, targets: Tensor) -> None:
         """Take a batch of rows in."""
         u = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
-        self.s += (u.T @ u).double()
-        self.c += (u.T @ targets).double()
-        self.energy += targets.double().square().sum(0)
+        self.s += (u.T @ u).double().cpu()
+        self.c += (u.T @ targets).double().cpu()
+        self.energy += targets.double().square().sum(0).cpu()
         self.rows += len(rows)
 
     def mean(self) -> Moments:
@@ -64,11 +64,13 @@ class Moments:
 class Ranking:
     """Units from first kept to last, and the loss at each size that was tried, small to large.
 
-    A ranking that was asked for one size need not try the others.
+    A ranking that was asked for one size need not try the others: losses begin with `smallest`
+    units, and the order is one of nested choices from there on.
     """
 
     order: tuple[int, ...]
     losses: tuple[float, ...]
+    smallest: int = 0
 
 
 def backward_order(
@@ -99,7 +101,7 @@ def backward_order(
         removed.append(unit)
         losses.append(losses[-1] + float(rise[unit]))
     stay = [u for u in torch.argsort(rise, descending=True, stable=True).tolist() if alive[u]]
-    return Ranking((*stay, *removed[::-1]), tuple(losses[::-1]))
+    return Ranking((*stay, *removed[::-1]), tuple(losses[::-1]), count)
 
 
 def forward_order(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from dcptool.errors import GateFailed
+from dcptool.selection.samples import Samples
 from dcptool.selection.store import Store
 from dcptool.selection.tail import Tail
 
@@ -42,26 +43,30 @@ class Joint:
     root: nn.Module
     features: Store
     targets: Store
+    samples: Samples
     discrimination: float
     end: fx.Node | None = None
     heads: Sequence[LossAt] = ()
 
-    def images(self) -> int:
-        """Number of samples."""
-        return sum(chunk[0].shape[0] for chunk in self.features)
-
     def loss(self, weights: Mapping[str, tuple[Tensor, Tensor | None]], chunk: int) -> Tensor:
-        """Mean loss over one chunk, differentiable in the weights."""
+        """This process's part of the mean loss over one chunk, differentiable in the weights.
+
+        A discrimination of infinity leaves the head's loss alone.
+        """
+        features, wanted = self.features.at(chunk), self.targets.at(chunk)
+        part = features[0].shape[0] / self.samples.sizes[chunk]
         calls = list(self.tail.readers)
         use_head = self.end is not None and self.discrimination > 0 and bool(self.heads)
         want = [*calls, self.end] if use_head and self.end is not None else calls
-        found = self.tail.finish(self.root, self.features.chunks[chunk], weights, want)
-        total = torch.zeros(())
-        for node, target in zip(calls, self.targets.chunks[chunk], strict=True):
-            total = total + (found[node] - target).square().sum() / (2 * target.numel())
+        found = self.tail.finish(self.root, features, weights, want)
+        total = features[0].new_zeros(())
+        is_alone = math.isinf(self.discrimination)
+        for node, target in zip(calls, wanted, strict=True) if not is_alone else ():
+            total = total + part * (found[node] - target).square().mean() / 2
         if use_head and self.end is not None:
-            size = self.features.chunks[chunk][0].shape[0]
-            total = total + self.discrimination * self.heads[chunk](found[self.end]) / size
+            strength = 1.0 if is_alone else self.discrimination
+            size = self.samples.sizes[chunk]
+            total = total + strength * self.heads[chunk](found[self.end]) / size
         return total
 
 
@@ -156,20 +161,23 @@ def _walk(
 ) -> tuple[float, Tensor]:
     """Loss and gradient norm of each unit over all samples."""
     leaves = {n: (w.clone().requires_grad_(), b) for n, (w, b) in weights.items()}
-    images = joint.images()
+    images, dist = joint.samples.images, joint.samples.dist
     total = 0.0
     gradients = {n: torch.zeros_like(w) for n, (w, _) in weights.items()}
     for chunk in range(len(joint.features)):
-        share = joint.features.chunks[chunk][0].shape[0] / images
+        share = joint.samples.sizes[chunk] / images
         with torch.enable_grad():
             loss = joint.loss(leaves, chunk)
             found = torch.autograd.grad(loss, [w for w, _ in leaves.values()])
         total += share * float(loss.detach())
         for name, gradient in zip(leaves, found, strict=True):
             gradients[name] += share * gradient
+    total = float(dist.sum(torch.tensor([total], dtype=torch.float64)).item())
     squares = torch.zeros(units, dtype=torch.float64)
     for name, gradient in gradients.items():
+        dist.sum(gradient)
         each = gradient.double().square().sum(dim=[d for d in range(gradient.dim()) if d != 1])
+        each = each.cpu()
         unit = columns[name]
         squares.index_add_(0, unit[unit >= 0], each[unit >= 0])
     return total, squares.sqrt()
@@ -206,7 +214,10 @@ def _train(
             for name, (weight, _) in leaves.items():
                 shape = [1, -1] + [1] * (weight.dim() - 2)
                 assert weight.grad is not None
-                weight.grad.mul_(masks[name].view(shape))
+                weight.grad.mul_(masks[name].view(shape).to(weight.device))
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    joint.samples.dist.sum(parameter.grad)
             optimizer.step()
     for name, (weight, bias) in leaves.items():
         weights[name] = weight.detach(), bias.detach() if bias is not None else None

@@ -7,6 +7,7 @@ position. With `D = E[u g^T]` and `F = E[g g^T]` the joint loss is again a least
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -35,8 +36,8 @@ class Slopes:
     def add(self, rows: Tensor, gradients: Tensor, positions: int) -> None:
         """Take rows and the gradients at the same positions in; `positions` is h * w."""
         u = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
-        self.d += (u.T @ gradients).double()
-        self.f += (gradients.T @ gradients).double()
+        self.d += (u.T @ gradients).double().cpu()
+        self.f += (gradients.T @ gradients).double().cpu()
         self.rows += len(rows)
         self.positions = positions
 
@@ -49,10 +50,14 @@ def join(
     `weights` are the layer's present ones (columns x outputs), about which `L_S` is expanded.
     """
     outputs = moments.c.shape[1]
-    factor = strength * slopes.positions
     d, f = slopes.d / max(slopes.rows, 1), slopes.f / max(slopes.rows, 1)
-    metric = torch.eye(outputs, dtype=torch.float64) / outputs + factor * f
-    pull = moments.c / outputs + factor * (moments.s @ weights @ f - d)
+    plain, factor = 1.0 / outputs, strength * slopes.positions
+    if math.isinf(strength):
+        # The head's loss alone; its curvature has few directions, so a trace of the other stays.
+        factor = float(slopes.positions)
+        plain = 1e-3 * factor * float(f.diagonal().mean())
+    metric = plain * torch.eye(outputs, dtype=torch.float64) + factor * f
+    pull = plain * moments.c + factor * (moments.s @ weights @ f - d)
     moved = torch.linalg.solve(metric, pull.T).T
     # The energy of the moved target is not known exactly; it only shifts all losses alike.
     energy = moments.energy + ((moved[-1] - moments.c[-1]) ** 2)
@@ -63,20 +68,5 @@ def weigh(moments: Moments, metric: Tensor) -> Moments:
     """Rotate the outputs so that plain squares measure errors in `metric`."""
     values, vectors = torch.linalg.eigh(metric)
     root = vectors * values.clamp_min(0).sqrt()
-    c = moments.c @ root
-    floor = _explained(moments, c)
-    return Moments(
-        moments.s, c, torch.maximum(_energy(moments, root), floor), moments.unit, moments.rows
-    )
-
-
-def _energy(moments: Moments, root: Tensor) -> Tensor:
-    return (root.square() * moments.energy[:, None]).sum(0)
-
-
-def _explained(moments: Moments, c: Tensor) -> Tensor:
-    """What the whole layer can explain: the energy is at least that."""
-    size = len(moments.unit)
-    ridge = 1e-6 * float(moments.s.diagonal().mean())
-    solved: Tensor = torch.linalg.solve(moments.s + ridge * torch.eye(size, dtype=torch.float64), c)
-    return (c * solved).sum(0)
+    energy = (root.square() * moments.energy[:, None]).sum(0)
+    return Moments(moments.s, moments.c @ root, energy, moments.unit, moments.rows)

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from dcptool.network.base import Cut
 from dcptool.network.graph import ChannelGraph, Group
-from dcptool.selection.chain import Chain, Segment, run_segment
+from dcptool.selection.chain import Chain, Segment, run_from, run_segment
 from dcptool.selection.features import choose_positions, is_readable, rows_at, taps, values_at
 from dcptool.selection.gram import Moments
 from dcptool.selection.greedy import Joint, LossAt
 from dcptool.selection.joint import Slopes
+from dcptool.selection.samples import Samples
 from dcptool.selection.store import Room, Store
 from dcptool.selection.tail import build_tail
 from dcptool.selection.targets import Target, find_target, invert, norm_scale
@@ -35,6 +36,7 @@ class Probe:
     current: nn.Module
     cuts: dict[str, Cut]
     room: Room
+    samples: Samples
     positions: int
     seed: int
     target: str
@@ -50,17 +52,17 @@ class Probe:
         """The present segment."""
         return self.chain.segments[self.place]
 
-    def begin(self, images: Sequence[Tensor], place: int) -> None:
-        """Compute the features at the start of segment `place` from the images."""
+    def begin(self, place: int) -> None:
+        """Compute the features at the start of segment `place` from the samples."""
         self.dense_features.clear()
         self.current_features.clear()
         self.place = place
-        for batch in images:
+        for batch in self.samples.batches:
             for root, store in (
                 (self.dense, self.dense_features),
                 (self.current, self.current_features),
             ):
-                features = batch
+                features = batch.to(self.samples.device)
                 for segment in self.chain.segments[:place]:
                     features = run_segment(self.chain, segment, root, features)[segment.output]
                 store.add(features)
@@ -90,7 +92,20 @@ class Probe:
         moments = Moments.empty(self.units(name, group), len(self.graph.sites[name].outputs))
         for rows, targets in self._rows(name, layer):
             moments.add(rows, targets)
+        self._sum(moments.s, moments.c, moments.energy)
+        moments.rows = self._total(moments.rows)
         return moments.mean()
+
+    def _sum(self, *tensors: Tensor) -> None:
+        """Add tensors up over all processes, in place."""
+        for tensor in tensors:
+            there = tensor.to(self.samples.device)
+            tensor.copy_(self.samples.dist.sum(there))
+
+    def _total(self, count: int) -> int:
+        box = torch.tensor([count], dtype=torch.float64)
+        self._sum(box)
+        return int(box.item())
 
     def units(self, name: str, group: Group | None) -> Tensor:
         """The unit of each column of a layer's rows; -1 for columns that stay."""
@@ -108,16 +123,20 @@ class Probe:
     ) -> Joint:
         """The joint loss of some layers of the present segment, with features computed once."""
         end, last = self.chain.end_of(pivot)
-        last = last if heads and strength else self.place
+        reach = max(self.chain.place_of(name) for name in names)
+        last = max(last, reach) if heads and strength else reach
         tail = build_tail(self.chain, names, self.place, last)
         features, targets = Store(self.room), Store(self.room)
         calls = list(tail.readers)
         pairs = zip(self.current_features, self.dense_features, strict=True)
         for (now,), (then,) in pairs:
             features.add(*tail.features(self.current, now))
-            wanted = run_segment(self.chain, self.segment, self.dense, then, calls)
+            wanted = run_from(self.chain, self.place, self.dense, then, calls)
             targets.add(*[self._as_kept(wanted[node], str(node.target)) for node in calls])
-        return Joint(tail, self.current, features, targets, strength, end if heads else None, heads)
+        end_or_none = end if heads else None
+        return Joint(
+            tail, self.current, features, targets, self.samples, strength, end_or_none, heads
+        )
 
     def _as_kept(self, output: Tensor, name: str) -> Tensor:
         """The channels of a dense output that the current layer still has."""
@@ -125,7 +144,7 @@ class Probe:
         if kept is None:
             return output
         dim = 1 if output.dim() == 4 else output.dim() - 1
-        return output.index_select(dim, torch.tensor(kept))
+        return output.index_select(dim, torch.tensor(kept, device=output.device))
 
     def _rows(self, name: str, layer: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         target = self.target_of(name)
@@ -133,12 +152,12 @@ class Probe:
         draw = torch.Generator().manual_seed(self.seed)
         for node in self.chain.calls[name]:
             want = [node.all_input_nodes[0], node, *([target.other] if target.other else [])]
-            pairs = zip(self.current_features, self.dense_features, strict=True)
-            for (features,), (dense_features,) in pairs:
+            pairs = zip(self.current_features, self.dense_features, self.samples.sizes, strict=True)
+            for (features,), (dense_features,), whole in pairs:
                 now = run_segment(self.chain, self.segment, self.current, features, want)
                 wanted = target.node if target.is_block else node
                 then = run_segment(self.chain, self.segment, self.dense, dense_features, [wanted])
-                at = choose_positions(now[node], self.positions, draw)
+                at = choose_positions(now[node], self.positions, draw, whole, self.samples.share)
                 aim = values_at(then[wanted], at)
                 if kept is not None:
                     aim = aim[:, list(kept)]
@@ -157,11 +176,13 @@ class Probe:
         for (features,) in self.current_features:
             seen = run_segment(self.chain, self.segment, self.current, features, [node])[node]
             flat = seen.transpose(0, 1).flatten(1) if seen.dim() == 4 else seen.flatten(0, -2).T
-            share = (flat == 0).double().sum(1)
+            share = (flat == 0).double().sum(1).cpu()
             for channel, unit in enumerate(inputs):
                 if unit in index:
                     counts[index[unit]] += share[channel]
             total += flat.shape[1]
+        self._sum(counts)
+        total = self._total(total)
         return counts / total if bool(counts.any()) else None
 
     def slopes(self, name: str, pivot: str | None, losses: Sequence[LossAt]) -> Slopes:
@@ -177,14 +198,15 @@ class Probe:
         bias = layer.bias if isinstance(layer.bias, Tensor) else None
         slopes = Slopes.empty(len(self.weights(name)), len(self.graph.sites[name].outputs))
         draw = torch.Generator().manual_seed(self.seed)
-        for (start,), loss_at in zip(self.current_features, losses, strict=True):
+        batches = zip(self.current_features, losses, self.samples.sizes, strict=True)
+        for (start,), loss_at, whole in batches:
             with torch.no_grad():
                 features = tail.features(self.current, start)
             with torch.enable_grad():
                 weight = layer.weight.detach().requires_grad_()
                 found = tail.finish(self.current, features, {name: (weight, bias)}, [node, end])
                 (gradient,) = torch.autograd.grad(loss_at(found[end]), found[node])
-            at = choose_positions(gradient, self.positions, draw)
+            at = choose_positions(gradient, self.positions, draw, whole, self.samples.share)
             read = dict(zip(tail.frontier, features, strict=True)).get(source)
             if read is None:
                 read = run_segment(self.chain, self.segment, self.current, start, [source])[source]
@@ -192,11 +214,17 @@ class Probe:
                 gradient.shape[0] * len(self.graph.sites[name].outputs)
             )
             slopes.add(rows_at(layer, read, at), values_at(gradient, at), positions)
+        self._sum(slopes.d, slopes.f)
+        slopes.rows = self._total(slopes.rows)
         return slopes
 
-    def readable(self, name: str) -> bool:
-        """Whether a layer can be solved for: a dense conv or linear, called in this segment."""
-        inside = all(node in self.segment.nodes for node in self.chain.calls[name])
+    def readable(self, name: str, place: int | None = None) -> bool:
+        """Whether a layer can be solved for: a dense conv or linear, called in one segment.
+
+        That is the present segment unless `place` names another.
+        """
+        segment = self.segment if place is None else self.chain.segments[place]
+        inside = all(node in segment.nodes for node in self.chain.calls[name])
         return inside and is_readable(self.current.get_submodule(name))
 
     def output_weights(self, name: str) -> Tensor:
@@ -205,15 +233,15 @@ class Probe:
         outputs = len(self.graph.sites[name].outputs)
         if not target.is_block:
             return torch.ones(outputs, dtype=torch.float64)
-        return norm_scale(self.current, target.norm, outputs)[0].abs().double()
+        return norm_scale(self.current, target.norm, outputs)[0].abs().double().cpu()
 
     def weights(self, name: str) -> Tensor:
         """Present weights of a layer as columns x outputs, the bias last."""
         layer: Any = self.current.get_submodule(name)
-        weight = layer.weight.detach().flatten(1).T.double()
+        weight = layer.weight.detach().flatten(1).T.double().cpu()
         bias = layer.bias
         row = (
-            bias.detach().double()
+            bias.detach().double().cpu()
             if isinstance(bias, Tensor)
             else weight.new_zeros(weight.shape[1])
         )
@@ -236,4 +264,7 @@ class Probe:
                 if norm is not None:
                     # A norm without its mean shifted by b gives what a bias of b would have.
                     after: Any = self.current.get_submodule(norm)
-                    after.running_mean.sub_(weights[-1])
+                    after.running_mean.sub_(weights[-1].to(after.running_mean))
+                    self.samples.dist.broadcast_tensors([after.running_mean])
+            given = [layer.weight, *([layer.bias] if isinstance(layer.bias, Tensor) else [])]
+            self.samples.dist.broadcast_tensors(given)

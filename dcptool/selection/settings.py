@@ -12,8 +12,22 @@ from dcptool.selection.budget import kept_count
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """The order that an earlier run found for a group, and the losses from `smallest` units on."""
+
+    units: int
+    order: tuple[int, ...]
+    losses: tuple[float, ...]
+    smallest: int = 0
+
+
+@dataclass(frozen=True)
 class Selection:
-    """Budget, rule and scope; `plan` (units kept by group) replaces rate and epsilon."""
+    """Budget, rule and scope; `plan` (units kept by group) replaces rate and epsilon.
+
+    `reuse` holds orders of an earlier run; a discrimination of infinity leaves the
+    reconstruction out.
+    """
 
     rate: Fraction | None = None
     epsilon: float | None = None
@@ -34,6 +48,7 @@ class Selection:
     cache_gb: float = 4.0
     batch_size: int = 64
     seed: int = 0
+    reuse: Mapping[str, Recorded] = field(default_factory=dict)
 
     def groups(self, graph: ChannelGraph) -> list[Group]:
         """The groups that are to be cut, in forward order."""
@@ -41,6 +56,19 @@ class Selection:
         if self.plan is not None:
             found = [g for g in graph.groups if g.name in self.plan and g.units]
         return [g for g in found if not any(fnmatch.fnmatch(g.name, p) for p in self.keep)]
+
+    def recorded(self, group: Group) -> tuple[int, ...] | None:
+        """The order of an earlier run, where it holds for what is asked of this group."""
+        old = self.reuse.get(group.name)
+        if old is None or old.units != len(group.units):
+            return None
+        kept = self.kept(group)
+        if kept is None:
+            # Epsilon watches the loss from no unit on, to the end.
+            whole = old.smallest == 0 and len(old.losses) == old.units + 1
+            return old.order if whole else None
+        nested = not old.losses or old.smallest <= kept
+        return old.order if nested and kept <= len(old.order) else None
 
     def kept(self, group: Group) -> int | None:
         """How many units of a group stay; None when epsilon decides."""

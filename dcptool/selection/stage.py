@@ -1,13 +1,14 @@
 """One stage of Algorithm 1: its layers in forward order, each group decided where it is read last.
 
 Channels are masked here, not cut. A reader that decides nothing but sees a changed signal is
-solved anew, near its present weights.
+solved anew, near its present weights. A group whose readers lie in several segments is decided
+before the walk, from all of them; the walk then passes each reader again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from dcptool.selection.joint import join, weigh
 from dcptool.selection.methods import METHODS
 from dcptool.selection.methods.question import Question, filter_sums
 from dcptool.selection.probe import Probe
+from dcptool.selection.samples import Samples
 from dcptool.selection.settings import Selection, stop_by_epsilon
 from dcptool.selection.store import Room
 
@@ -35,7 +37,7 @@ LOOPED = ("dcp", "random")
 
 @dataclass(frozen=True)
 class Choice:
-    """What was decided for one group."""
+    """What was decided for one group; `losses` begin with `smallest` units kept."""
 
     group: str
     units: int
@@ -45,9 +47,12 @@ class Choice:
     dead: int = 0
     order: tuple[int, ...] = ()
     norms: tuple[float, ...] = ()
+    smallest: int = 0
 
 
 Report = Callable[[Choice], None]
+# Hears of the segment and the layer in it that come next; may raise to end the work.
+Edge = Callable[[int, int], None]
 
 
 class Stage:
@@ -61,6 +66,7 @@ class Stage:
         cuts: dict[str, Cut],
         settings: Selection,
         room: Room,
+        samples: Samples,
         pivot: str | None,
         losses: Sequence[LossAt],
     ) -> None:
@@ -76,45 +82,60 @@ class Stage:
             current,
             cuts,
             room,
+            samples,
             settings.positions,
             settings.seed,
             settings.target,
         )
         self.current = current
+        self.dist = samples.dist
         self.removed: set[int] = set()
+        self.refits = METHODS[settings.method].refits
 
     def run(
         self,
         first: int,
         last: int,
-        images: Sequence[Tensor],
         choices: list[Choice],
         task: console.Task,
         report: Report | None,
-        edge: Callable[[int], None],
+        edge: Edge,
+        skip: int = 0,
     ) -> set[int]:
-        """Walk the segments `first` to `last`; returns the units that go."""
-        refits = METHODS[self.settings.method].refits
-        decided_at = self._decisions()
+        """Walk the segments `first` to `last`, without the first `skip` layers.
+
+        Returns the units that go; what is decided is added to `choices`.
+        """
         last = min(last, len(self.chain.segments))
-        changed = bool(self.removed or self.probe.cuts)
+        known = {choice.group for choice in choices}
+
+        def decided(choice: Choice) -> None:
+            choices.append(choice)
+            task.advance(1, f"{choice.group}: {len(choice.kept)} of {choice.units} channels")
+            if report is not None:
+                report(choice)
+
         with torch.no_grad():
-            self.probe.begin(images, first)
+            wide = [group for group in self._spanning(last) if group.name not in known]
+            if wide:
+                first, skip = min(first, *[self._begins(group) for group in wide]), 0
+                self._decide_first(wide, decided)
+            decided_at = self._decisions(last)
+            changed = bool(self.removed or self.probe.cuts)
+            self.probe.begin(first)
             for place in range(first, last):
-                edge(place)
-                for name in self.probe.segment.layers:
-                    groups = decided_at.get(name, [])
+                for number, name in enumerate(self.probe.segment.layers):
+                    if place == first and number < skip:
+                        continue
+                    edge(place, number)
+                    groups = [g for g in decided_at.get(name, []) if g.name not in known]
                     for group in groups:
-                        choice = self._decide(group, refits)
+                        decided(self._decide(group))
                         changed = True
-                        choices.append(choice)
-                        task.advance(
-                            1, f"{group.name}: {len(choice.kept)} of {choice.units} channels"
-                        )
-                        if report is not None:
-                            report(choice)
-                    if not groups and changed and refits and self._solves(name):
-                        self._refit(name, None, ridge=READER_RIDGE)
+                    if not groups and changed and self.refits and self._solves(name):
+                        touched = bool((~self._kept_columns(name)).any())
+                        ridge = self.settings.ridge if touched else READER_RIDGE
+                        self._refit(name, None, ridge=ridge)
                 if place + 1 < len(self.chain.segments):
                     self.probe.advance()
         return self.removed
@@ -122,27 +143,117 @@ class Stage:
     def _solves(self, name: str) -> bool:
         return self.settings.solver == "gram" and self.probe.readable(name)
 
-    def _decisions(self) -> dict[str, list[Group]]:
-        """Groups by the layer that reads them last."""
+    def _begins(self, group: Group) -> int:
+        """The first segment that reads a group."""
+        return min(self._places(group))
+
+    def _places(self, group: Group) -> list[int]:
+        return [self.chain.place_of(name) for name in group.consumers if name in self.chain.calls]
+
+    def _is_spanning(self, group: Group) -> bool:
+        return len(set(self._places(group))) > 1
+
+    def _spanning(self, last: int) -> list[Group]:
+        """Groups read in several segments, the last of them before the end of this stage."""
+        return [
+            group
+            for group in self.settings.groups(self.graph)
+            if self._is_spanning(group) and max(self._places(group)) < last
+        ]
+
+    def _decisions(self, last: int) -> dict[str, list[Group]]:
+        """Groups by the layer that reads them last, but for those decided before the walk."""
         order = {name: i for i, name in enumerate(self.graph.sites)}
+        spanning = {group.name for group in self._spanning(last)}
         found: dict[str, list[Group]] = {}
         for group in self.settings.groups(self.graph):
-            found.setdefault(max(group.consumers, key=order.__getitem__), []).append(group)
+            if group.name not in spanning:
+                found.setdefault(max(group.consumers, key=order.__getitem__), []).append(group)
         return found
 
-    def _decide(self, group: Group, refits: bool) -> Choice:
-        local = [n for n in group.consumers if self.probe.chain.calls.get(n) and self._is_here(n)]
-        if self.settings.solver == "sgd" and self.settings.method in LOOPED:
+    def _decide_first(self, groups: Sequence[Group], decided: Report) -> None:
+        """Choose channels of groups with readers in several segments, from all their readers."""
+        if self._walks():
+            for group in groups:
+                self.probe.begin(self._begins(group))
+                names = [name for name in group.consumers if self._is_solvable(name)]
+                decided(self._decide_by_walking(group, names))
+            return
+        seen: dict[str, tuple[Moments, Tensor]] = {}
+        if METHODS[self.settings.method].needs_data:
+            first = min(self._begins(group) for group in groups)
+            last = max(max(self._places(group)) for group in groups)
+            readers = {name for group in groups for name in group.consumers}
+            self.probe.begin(first)
+            for place in range(first, last + 1):
+                for name in self.probe.segment.layers:
+                    if name in readers and self.probe.readable(name):
+                        moments = self._weighed(name, self.probe.moments(name, None))
+                        # Errors of readers count relative to what each of them has to explain.
+                        weights = self.probe.weights(name) * self.probe.output_weights(name)
+                        seen[name] = _relative(moments), weights
+                if place < last:
+                    self.probe.advance()
+        for group in groups:
+            problems = {
+                name: (self._about(seen[name][0], name, group), self._left(seen[name][1], name))
+                for name in group.consumers
+                if name in seen
+            }
+            ranking = self._rank(group, problems, None)
+            choice = self._keep(group, ranking)
+            for name in group.consumers:
+                self._mask(name)
+            decided(choice)
+
+    def _about(self, moments: Moments, name: str, group: Group) -> Moments:
+        """Moments of what is left of a reader's columns, with the units of one group."""
+        kept = torch.nonzero(self._kept_columns(name)).flatten()
+        unit = torch.cat([self.probe.units(name, group), torch.tensor([-1])])[kept]
+        s = moments.s[kept][:, kept]
+        return Moments(s, moments.c[kept], moments.energy, unit, moments.rows)
+
+    def _left(self, weights: Tensor, name: str) -> Tensor:
+        return weights[self._kept_columns(name)]
+
+    def _walks(self) -> bool:
+        return self.settings.solver == "sgd" and self.settings.method in LOOPED
+
+    def _is_solvable(self, name: str) -> bool:
+        place = self.chain.place_of(name) if name in self.chain.calls else None
+        return place is not None and self.probe.readable(name, place)
+
+    def _decide(self, group: Group) -> Choice:
+        local = [n for n in group.consumers if n in self.probe.segment.layers]
+        local = [n for n in local if self.probe.readable(n)]
+        if self._walks():
             return self._decide_by_walking(group, local)
-        ranking, moments = self._rank(group, local)
-        kept, why = self._count(group, ranking)
-        stay = ranking.order[:kept]
-        self.removed |= {u for i, u in enumerate(group.units) if i not in set(stay)}
+        moments: dict[str, Moments] = {}
+        if METHODS[self.settings.method].needs_data:
+            moments = {name: self.probe.moments(name, group) for name in local}
+        problems = {
+            name: (
+                self._weighed(name, found),
+                self.probe.weights(name) * self.probe.output_weights(name),
+            )
+            for name, found in moments.items()
+        }
+        zeros = None
+        if self.settings.method == "apoz" and local:
+            zeros = self.probe.zeros(local[0], group)
+        choice = self._keep(group, self._rank(group, problems, zeros))
         for name in group.consumers:
-            if refits and name in moments:
+            if self.refits and name in moments:
                 self._refit(name, moments[name], ridge=self.settings.ridge)
             else:
                 self._mask(name)
+        return choice
+
+    def _keep(self, group: Group, ranking: Ranking) -> Choice:
+        """Decide how many units stay, and note which go."""
+        kept, why = self._count(group, ranking)
+        stay = ranking.order[:kept]
+        self.removed |= {u for i, u in enumerate(group.units) if i not in set(stay)}
         return Choice(
             group.name,
             len(group.units),
@@ -150,29 +261,29 @@ class Stage:
             ranking.losses,
             why,
             order=ranking.order,
+            smallest=ranking.smallest,
         )
 
     def _decide_by_walking(self, group: Group, local: Sequence[str]) -> Choice:
-        """Algorithm 2 itself, on the readers in this segment."""
+        """Algorithm 2 itself, on the readers in this segment or later."""
         if not local:
             raise _unsolvable(group)
         joint = self.probe.joint(local, self.pivot, self.losses, self.settings.discrimination)
-        order = None
-        if self.settings.method == "random":
+        order = self.settings.recorded(group)
+        if order is None and self.settings.method == "random":
             empty = torch.zeros(len(group.units))
-            order = (
-                METHODS["random"]
-                .order(Question(group, (), (), empty, None, self.settings.seed))
-                .order
+            question = Question(group, (), (), empty, None, self.settings.seed)
+            order = METHODS["random"].order(question).order
+        with console.progress(group.name, self.settings.kept(group) or len(group.units)) as task:
+            found = choose(
+                joint,
+                {name: self.probe.channel_units(name, group) for name in local},
+                len(group.units),
+                count=self.settings.kept(group),
+                epsilon=self.settings.epsilon,
+                order=order,
+                step=lambda _unit, loss, _norm: task.advance(1, f"loss {loss:.4g}"),
             )
-        found = choose(
-            joint,
-            {name: self.probe.channel_units(name, group) for name in local},
-            len(group.units),
-            count=self.settings.kept(group),
-            epsilon=self.settings.epsilon,
-            order=order,
-        )
         joint.features.clear()
         joint.targets.clear()
         for name, (weight, bias) in found.weights.items():
@@ -195,51 +306,53 @@ class Stage:
             tuple(found.norms),
         )
 
-    def _is_here(self, name: str) -> bool:
-        return name in self.probe.segment.layers and self.probe.readable(name)
-
-    def _rank(self, group: Group, local: Sequence[str]) -> tuple[Ranking, dict[str, Moments]]:
+    def _rank(
+        self,
+        group: Group,
+        problems: Mapping[str, tuple[Moments, Tensor]],
+        zeros: Tensor | None,
+    ) -> Ranking:
+        """Ask the method, or take the order that an earlier run recorded."""
         method = METHODS[self.settings.method]
-        moments: dict[str, Moments] = {}
-        if method.needs_data:
-            if not local:
-                raise _unsolvable(group)
-            moments = {name: self.probe.moments(name, group) for name in local}
-        weighed = [_weighed(m, self.probe.output_weights(n)) for n, m in moments.items()]
-        if self.settings.method == "dcp" and self.settings.discrimination and self.losses:
-            weighed = [self._discriminate(n, m) for n, m in moments.items()]
-        weights = [self.probe.weights(n) * self.probe.output_weights(n) for n in moments]
+        if method.needs_data and not problems:
+            raise _unsolvable(group)
+        recorded = self.settings.recorded(group)
+        if recorded is not None:
+            old = self.settings.reuse[group.name]
+            return Ranking(recorded, old.losses, old.smallest)
         outputs = {name: self.graph.sites[name].outputs.tolist() for name in group.producers}
         question = Question(
             group,
-            weighed,
-            weights,
+            [moments for moments, _ in problems.values()],
+            [weights for _, weights in problems.values()],
             filter_sums(self.current, group, outputs),
-            self._zeros(group, local) if self.settings.method == "apoz" else None,
+            zeros,
             self.settings.seed,
             self.settings.score,
             self.settings.kept(group),
         )
-        ranking = method.order(question)
+        ranking = self.dist.broadcast(method.order(question))
         if any(not math.isfinite(loss) for loss in ranking.losses):
             raise GateFailed(
                 f"the loss of {group.name} is not finite", why="its features or weights overflow"
             )
-        return ranking, moments
+        return ranking
 
-    def _discriminate(self, name: str, moments: Moments) -> Moments:
-        """Moments of the joint loss, for the order.
+    def _weighed(self, name: str, moments: Moments) -> Moments:
+        """Moments with errors weighed as they count, in the joint loss where there is one.
 
-        The refit stays with the reconstruction: one Newton step of the head's loss with its
-        empirical curvature overshoots, and was measured to wreck the network.
+        For the order only: one Newton step of the head's loss with its empirical curvature
+        overshoots, and was measured to wreck the network, so the refit stays with the
+        reconstruction.
         """
-        slopes = self.probe.slopes(name, self.pivot, self.losses)
-        present = self.probe.weights(name)
-        joint, metric = join(moments, slopes, present, self.settings.discrimination)
-        return weigh(joint, metric)
-
-    def _zeros(self, group: Group, local: Sequence[str]) -> Tensor | None:
-        return self.probe.zeros(local[0], group) if local else None
+        if self.settings.method == "dcp" and self.settings.discrimination and self.losses:
+            slopes = self.probe.slopes(name, self.pivot, self.losses)
+            present = self.probe.weights(name)
+            return weigh(*join(moments, slopes, present, self.settings.discrimination))
+        weights = self.probe.output_weights(name)
+        return Moments(
+            moments.s, moments.c * weights, moments.energy * weights**2, moments.unit, moments.rows
+        )
 
     def _count(self, group: Group, ranking: Ranking) -> tuple[int, str]:
         kept = self.settings.kept(group)
@@ -283,7 +396,9 @@ def _unsolvable(group: Group) -> InputError:
     )
 
 
-def _weighed(moments: Moments, weights: Tensor) -> Moments:
+def _relative(moments: Moments) -> Moments:
+    """The same problem with a target of variance one."""
+    size = moments.variance
     return Moments(
-        moments.s, moments.c * weights, moments.energy * weights**2, moments.unit, moments.rows
+        moments.s, moments.c / math.sqrt(size), moments.energy / size, moments.unit, moments.rows
     )

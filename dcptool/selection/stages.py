@@ -19,9 +19,11 @@ from dcptool.network.graph import ChannelGraph, build_graph
 from dcptool.network.surgery import Proof, compose, cut, plan_cuts, prove
 from dcptool.selection.chain import build_chain
 from dcptool.selection.greedy import LossAt
+from dcptool.selection.samples import share
 from dcptool.selection.settings import Selection
 from dcptool.selection.stage import Choice, Report, Stage
 from dcptool.selection.store import Room
+from dcptool.training.dist import SINGLE, Dist
 
 
 @dataclass
@@ -40,17 +42,18 @@ FitStage = Callable[[nn.Module, str | None, int, bool], Sequence[LossAt]]
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the work stands between two segments: enough to go on from there."""
+    """Where the work stands between two layers: enough to go on from there."""
 
     stage: int
     place: int
+    layer: int
     cuts: Mapping[str, Cut]
     removed: tuple[int, ...]
     choices: tuple[Choice, ...]
     weights: Mapping[str, Tensor]
 
 
-Edge = Callable[[Progress], None]
+Listen = Callable[[Progress], None]
 
 
 def select(
@@ -60,30 +63,34 @@ def select(
     *,
     fit_stage: FitStage | None = None,
     report: Report | None = None,
-    edge: Edge | None = None,
+    edge: Listen | None = None,
     start: Progress | None = None,
+    dist: Dist = SINGLE,
+    device: str = "cpu",
 ) -> Outcome:
     """Prune a network on batches of calibration images; the given module is left alone.
 
     `fit_stage(module, pivot, stage, is_fitted)` fine-tunes before a stage and gives the head's
     losses; without it nothing is trained and channels are ordered by reconstruction alone.
-    `edge` hears of the progress between two segments and may raise to end the work; `start` is
-    such a progress to go on from, with the same result as if there had been no end.
+    `edge` hears of the progress between two layers and may raise to end the work; `start` is
+    such a progress to go on from, with the same result as if there had been no end. Several
+    processes each hand in all images and work on their rows of each batch.
     """
     graph = build_graph(network.module, network.input.size)
     if not settings.groups(graph):
         raise nothing_to_prune(network, graph)
-    dense = network.module.eval()
+    dense = copy.deepcopy(network.module).eval().to(device)
     current = copy.deepcopy(dense)
     outcome = Outcome(network)
     stages = plan_stages(network, graph, settings) if fit_stage is not None else [(None, 10**9)]
-    room = Room(int(settings.cache_gb * 2**30))
+    room = Room(int(settings.cache_gb * 2**30), device=device)
+    samples = share(images, dist, device)
     losses: Sequence[LossAt] = ()
     cuts: dict[str, Cut] = {}
     begun, first = 0, 0
     if start is not None:
         begun, first, cuts = start.stage, start.place, dict(start.cuts)
-        cut(current, cuts)
+        cut(current.cpu(), cuts)
         current.load_state_dict(start.weights)
         outcome.choices = list(start.choices)
     try:
@@ -93,21 +100,23 @@ def select(
                 goes_on = start is not None and number == begun
                 if fit_stage is not None:
                     losses = fit_stage(current, pivot, number, goes_on)
-                current.eval()
-                stage = Stage(network, dense, current, cuts, settings, room, pivot, losses)
+                current.eval().to(device)
+                stage = Stage(network, dense, current, cuts, settings, room, samples, pivot, losses)
                 stage.removed = set(start.removed) if start is not None and goes_on else set()
+                skip = start.layer if start is not None and goes_on else 0
 
-                def at_edge(place: int, stage: Stage = stage, number: int = number) -> None:
+                def at_edge(
+                    place: int, layer: int, stage: Stage = stage, number: int = number
+                ) -> None:
                     if edge is not None:
-                        removed = tuple(sorted(stage.removed))
-                        choices = tuple(outcome.choices)
-                        weights = current.state_dict()
-                        edge(Progress(number, place, stage.probe.cuts, removed, choices, weights))
+                        removed, choices = tuple(sorted(stage.removed)), tuple(outcome.choices)
+                        weights, known = current.state_dict(), stage.probe.cuts
+                        edge(Progress(number, place, layer, known, removed, choices, weights))
 
-                removed = stage.run(first, last, images, outcome.choices, task, report, at_edge)
+                removed = stage.run(first, last, outcome.choices, task, report, at_edge, skip)
                 first = min(last, len(stage.chain.segments))
                 fresh = plan_cuts(stage.graph, removed)
-                outcome.proof = prove(current, stage.graph, removed, network.input.size)
+                outcome.proof = prove(current.cpu(), stage.graph, removed, network.input.size)
                 cut(current, fresh)
                 cuts = compose(cuts, fresh)
     finally:

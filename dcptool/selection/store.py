@@ -14,10 +14,14 @@ from torch import Tensor
 
 @dataclass
 class Room:
-    """Memory shared by all stores of a run; what does not fit goes to files in `folder`."""
+    """Memory shared by all stores of a run; what does not fit goes to files in `folder`.
+
+    `device` is where the work is done; what is kept stays in main memory.
+    """
 
     limit_bytes: int
     folder: Path | None = None
+    device: str = "cpu"
     used: int = 0
     _scratch: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
     _count: int = 0
@@ -78,7 +82,11 @@ class Store:
         self.chunks.clear()
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        return iter(self.chunks)
+        return (self.at(number) for number in range(len(self.chunks)))
+
+    def at(self, number: int) -> tuple[Tensor, ...]:
+        """One chunk, on the device that the work is done on."""
+        return tuple(tensor.to(self.room.device) for tensor in self.chunks[number])
 
     def __len__(self) -> int:
         return len(self.chunks)
