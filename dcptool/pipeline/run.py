@@ -192,7 +192,7 @@ def _do(
             words += [f"--output={output}", *(["--force"] if output.exists() else [])]
     elif step.makes == "file":
         file = (Path(target) if on_artifact else place.folder) / EXPORTED
-        words += [f"--onnx={file}", *(["--force"] if file.exists() else [])]
+        words += [f"--onnx={file}", "--force"]
     console.note(f"{step.name}: dcptool {step.command} {target}")
     state.start(step.name, _digest(recipe, step, place))
     began = time.monotonic()
