@@ -15,7 +15,7 @@ import onnx
 from dcptool import console
 from dcptool.deploy import quantize
 from dcptool.deploy.parity import Array, Function
-from dcptool.deploy.session import open_session
+from dcptool.deploy.quantize import predictor
 from dcptool.errors import GateFailed, UsageError
 
 AUTO = "auto"
@@ -111,18 +111,6 @@ def apply(
     )
     _judge(outcome, settings.max_accuracy_drop)
     return result, outcome
-
-
-def predictor(proto: onnx.ModelProto) -> Function:
-    """A graph in memory as a function of batches."""
-    session = open_session(proto.SerializeToString())
-    name = session.get_inputs()[0].name
-
-    def predict(batch: Array) -> Array:
-        scores: Array = session.run(None, {name: batch})[0]
-        return scores
-
-    return predict
 
 
 def _agreement(before: Function, after: Function, batches: Sequence[Array]) -> float:

@@ -23,7 +23,7 @@ from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from dcptool import console
 from dcptool.deploy.onnx_graph import sort_nodes
-from dcptool.deploy.parity import Array
+from dcptool.deploy.parity import Array, Function
 from dcptool.deploy.session import open_session
 from dcptool.errors import UsageError
 
@@ -81,10 +81,29 @@ def calibrate(proto: onnx.ModelProto, batches: Sequence[Array], method: str = "m
             calibrate_method=METHODS[method],
         )
         for batch in batches:
-            calibrator.collect_data(_Reader(name, batch))
+            for part in _fitting(proto, batch):
+                calibrator.collect_data(_Reader(name, part))
             task.advance()
         tensors = calibrator.compute_data()
     return Ranges(proto, tensors, method, sum(len(batch) for batch in batches))
+
+
+def predictor(proto: onnx.ModelProto) -> Function:
+    """A graph in memory as a function of batches, also where it takes single images only."""
+    session = open_session(proto.SerializeToString())
+    name = session.get_inputs()[0].name
+
+    def predict(batch: Array) -> Array:
+        parts = _fitting(proto, batch)
+        return np.concatenate([np.asarray(session.run(None, {name: p})[0]) for p in parts])
+
+    return predict
+
+
+def _fitting(proto: onnx.ModelProto, batch: Array) -> list[Array]:
+    """A batch as the graph takes it: whole where its first dimension is free, else in ones."""
+    fixed = proto.graph.input[0].type.tensor_type.shape.dim[0].HasField("dim_value")
+    return [batch[i : i + 1] for i in range(len(batch))] if fixed else [batch]
 
 
 def quantize(
@@ -137,14 +156,12 @@ def named_layers(proto: onnx.ModelProto, names: Sequence[str]) -> list[str]:
 
 def by_harm(ranges: Ranges, batch: Array) -> list[str]:
     """Layers in the order in which quantizing them alone disturbs the output, worst first."""
-    name = ranges.proto.graph.input[0].name
-    exact = open_session(ranges.proto.SerializeToString()).run(None, {name: batch})[0]
+    exact = np.asarray(predictor(ranges.proto)(batch), dtype=np.float64)
     harm: dict[str, float] = {}
     every = layers(ranges.proto)
     with console.progress("finding the layers that hurt", len(every)) as task:
         for layer in every:
-            model = quantize(ranges, only=[layer]).SerializeToString()
-            rough = open_session(model).run(None, {name: batch})[0]
+            rough = np.asarray(predictor(quantize(ranges, only=[layer]))(batch), dtype=np.float64)
             harm[layer] = float(np.square(rough - exact).mean())
             task.advance(status=layer)
     return sorted(every, key=lambda layer: -harm[layer])

@@ -98,6 +98,16 @@ def test_export_to_int8_with_preprocessing(tmp_path: Path) -> None:
     assert proto.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.UINT8
 
 
+def test_a_fixed_batch_is_calibrated_image_by_image(tmp_path: Path) -> None:
+    options = exporting.Options(dynamic="none", int8=int8.Settings(skip=("auto",)))
+    done = exporting.export(
+        network(), tmp_path / "m.onnx", options, images=int8.Images(BATCHES), labels=False
+    )
+    assert done.int8 is not None
+    assert done.int8.images == 32
+    assert done.int8.agreement > 50
+
+
 def test_combinations_that_make_no_sense(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         exporting.export(network(), tmp_path / "m.onnx", exporting.Options(int8=int8.Settings()))
