@@ -7,6 +7,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import difflib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,13 @@ PROVIDERS = {
     "dnnl": "DnnlExecutionProvider",
     "webgpu": "WebGpuExecutionProvider",
 }
+PACKAGES = {
+    "cuda": "onnxruntime-gpu",
+    "tensorrt": "onnxruntime-gpu",
+    "openvino": "onnxruntime-openvino",
+    "dml": "onnxruntime-directml",
+    "qnn": "onnxruntime-qnn",
+}
 _FLOATS = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
 _INTEGERS = {"tensor(uint8)": np.uint8, "tensor(int8)": np.int8, "tensor(int64)": np.int64}
 
@@ -52,12 +60,21 @@ def choose(names: tuple[str, ...]) -> list[str]:
     chosen: list[str] = []
     here = available()
     for name in names:
+        if name not in (*PROVIDERS, "all"):
+            near = difflib.get_close_matches(name, PROVIDERS, n=1)
+            raise UsageError(
+                f"unknown provider {name!r}",
+                why="known are " + ", ".join(PROVIDERS) + " and all",
+                try_=f"--provider {near[0] if near else 'cpu'}",
+            )
         for single in here if name == "all" else [name]:
             if single not in here:
                 raise EnvironmentFault(
                     f"onnxruntime {ort.__version__} has no provider {single!r}",
                     why=f"this build has: {', '.join(here)}",
-                    try_="pip install onnxruntime-gpu, or --provider cpu",
+                    try_=f"pip install {PACKAGES[single]}, or --provider cpu"
+                    if single in PACKAGES
+                    else "an onnxruntime built with it, or --provider cpu",
                 )
             if single not in chosen:
                 chosen.append(single)

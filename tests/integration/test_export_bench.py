@@ -151,6 +151,8 @@ def test_plain_weights(tmp_path: Path) -> None:
         (("bench", "nothing.onnx"), 3),
         (("bench", "zoo:resnet20_a", "--no-pretrained", "--provider", "tensorrt"), 5),
         (("bench", "bad.onnx", "--json", "--csv"), 2),
+        (("bench", "bad.onnx", "--provider", "cdua"), 2),
+        (("bench", "bad.onnx", "--provider", "cuda"), 5),
         (("bench", "bad.onnx", "--torch"), 2),
         (("bench", "bad.onnx", "--min-speedup", "2"), 2),
         (("export", *MODEL, "--onnx", "m.txt"), 2),
