@@ -41,9 +41,19 @@ class DcptoolError(Exception):
 
 
 class UsageError(DcptoolError):
-    """The command line or recipe asks for something that makes no sense."""
+    """The command line or recipe asks for something that makes no sense.
+
+    `instead` is a word that was typed and the one that was meant: where the first stands on the
+    command line, what to type next is that command line with the second.
+    """
 
     code = 2
+
+    def __init__(
+        self, message: str, *, why: str = "", try_: str = "", instead: tuple[str, str] | None = None
+    ) -> None:
+        super().__init__(message, why=why, try_=try_)
+        self.instead = instead
 
 
 class InputError(DcptoolError):

@@ -153,6 +153,10 @@ def run(arguments: list[str]) -> int:
         number = err.number if isinstance(err, _Stopped) else signal.SIGINT
         return _report(Interrupted(number), arguments)
     except DcptoolError as err:
+        if isinstance(err, UsageError) and err.instead and err.instead[0] in arguments:
+            wrong, right = err.instead
+            meant = [right if word == wrong else word for word in arguments]
+            err.try_ = shlex.join(["dcptool", *meant])
         return _report(err, arguments)
     except Exception as err:
         return _report(faults.of_anything(err), arguments)

@@ -120,7 +120,6 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
     model = {key: options[key] for key in MODEL_KEYS}
     with ExitStack() as stack:
         dist = stack.enter_context(launch.together(device))
-        network = artifact.open_target(target, **model)
         spec = images.spec_of(
             options["data"],
             seed=options["seed"],
@@ -128,6 +127,7 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
             offline=options["offline"],
             augment=options["augment"],
         )
+        network = artifact.open_target(target, **model)
         found = images.open_data(spec, network)
         teacher = _teacher(options, target, network)
         if options["reset_head"]:

@@ -36,6 +36,7 @@ DECIDED = {
     "markdown": "tables are for `dcptool bench`",
 }
 PER_GROUP = "rate_of"
+RATE = "R"  # the metavar of options that take a rate as text, for the sake of its digits
 LARGEST = 2**63 - 1
 
 
@@ -160,11 +161,22 @@ def _text(param: click.Option, value: Any) -> str:
     if is_number and not abs(float(value)) <= LARGEST:
         raise ValueError(f"{_shown(value)} is out of range")
     text = str(value)
+    if param.metavar == RATE:
+        _check_share(text)
     try:
         kind.convert(text, param, None)
     except click.BadParameter as err:
         raise ValueError(err.message.strip().rstrip(".")) from err
     return text
+
+
+def _check_share(text: str) -> None:
+    try:
+        inside = 0 <= Decimal(text) < 1
+    except ArithmeticError:
+        inside = False
+    if not inside:
+        raise ValueError(f"a share of the channels is wanted, 0 <= rate < 1, not {text[:40]}")
 
 
 def _rates(key: Key, table: Any) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,6 +58,12 @@ class Scanned:
 
 def scan(path: Path) -> Scanned:
     """Read and judge an .onnx file; exit 3 says what is wrong with it."""
+    if not path.exists() and not path.is_symlink():
+        raise InputError(
+            f"there is no file {path}",
+            why="an exported network was named",
+            try_=f"dcptool export --onnx {shlex.quote(str(path))}",
+        )
     data = files.read_bytes(
         path,
         what="ONNX file",

@@ -52,7 +52,11 @@ def read_manifest(path: Path, *, newest: int) -> Manifest:
     try:
         return _parse(document)
     except _Fault as err:
-        raise InputError(f"{path} is not a valid manifest", why=str(err)) from err
+        raise InputError(
+            f"{path} is not a valid manifest",
+            why=f"{err}; it was made by dcptool {made_by}",
+            try_="copy the artifact again from where it was made, or make it again: dcptool prune",
+        ) from err
 
 
 def _parse(document: Mapping[str, Any]) -> Manifest:

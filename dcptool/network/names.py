@@ -35,8 +35,8 @@ def resolve(name: str) -> tuple[str, str]:
     if rest.lower().startswith(("local-dir:", "local_dir:")) or any(c in rest for c in "/\\\0"):
         raise UsageError(
             f"{name!r} is a path, not the name of a model",
-            why="a folder may not say which code is to be run",
-            try_="dcptool analyze NAME --checkpoint FILE",
+            why="there is no artifact of this name, and other folders may not say what code to run",
+            try_="dcptool prune resnet50 --rate 0.3, which makes one; --checkpoint FILE for weights",
         )
     if source in ("", "timm") and (found := _in_timm(rest)):
         return "timm", found
@@ -61,8 +61,11 @@ def unknown(name: str) -> UsageError:
     near = nearest(name)
     return UsageError(
         f"there is no model {name!r}",
-        why="neither timm nor torchvision nor the zoo has it",
-        try_="did you mean " + ", ".join(near[:-1]) + f" or {near[-1]}?",
+        why="neither timm nor torchvision nor the zoo has it; did you mean "
+        + ", ".join(near[:-1])
+        + f" or {near[-1]}?",
+        try_=f"dcptool analyze {near[0]}",
+        instead=(name, near[0]),
     )
 
 

@@ -131,6 +131,7 @@ def find(name: str) -> Path:
         else f"dcptool run {near[0]}"
         if near
         else "dcptool recipe list",
+        instead=(name, near[0]) if near and not file.is_file() else None,
     )
 
 

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from dcptool import files
-from dcptool.errors import InputError, UsageError
+from dcptool.errors import EnvironmentFault, InputError, UsageError
 
 LATEST = "latest"
 
@@ -40,7 +40,11 @@ def new_run(option: Path | None, stem: str) -> Path:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}", stem):
         raise UsageError(f"a run cannot be called {stem!r}", try_="letters, digits, . _ and - only")
     folder = runs_folder(option)
-    files.make_folder(folder)
+    try:
+        files.make_folder(folder)
+    except EnvironmentFault as err:
+        err.try_ = f"the same command with --runs-dir DIR, or DCPTOOL_RUNS=DIR; {err.try_}"
+        raise
     taken = [entry.name for entry in folder.iterdir() if entry.name.startswith(f"{stem}-")]
     numbers = [int(name[len(stem) + 1 :]) for name in taken if name[len(stem) + 1 :].isdigit()]
     number = max(numbers, default=0)

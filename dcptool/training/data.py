@@ -25,6 +25,8 @@ from dcptool.training.loader import Augment, ImageSet, Store
 SMALL = 64
 VAL_NAMES = ("val", "validation", "valid")
 HELD_OUT_LIMIT = 5000
+DATA_DIR = "--data-dir names a folder with train/ and val/ or test/, or class folders"
+IMAGES = "--images names a folder of images"
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,21 @@ def spec_of(
 ) -> DataSpec:
     """The data options of a command line as one value."""
     given = {key: value for key, value in options.items() if value is not None}
+    # Before anything is fetched or read: a folder that is not there is a slip of the fingers.
+    for key, why in (("data_dir", DATA_DIR), ("images", IMAGES)):
+        if key in given and "dataset" not in given and not Path(given[key]).is_dir():
+            raise _no_folder(Path(given[key]), why)
     chosen = {key: value for key, value in (augment or {}).items() if value is not None}
     return DataSpec(
         **given, augment=Augment(**chosen), seed=seed, img_size=img_size, offline=offline
+    )
+
+
+def _no_folder(folder: Path, why: str) -> InputError:
+    return InputError(
+        f"no folder {folder}",
+        why=why,
+        try_=f"ls {folder.parent}; without images: the same command without this option",
     )
 
 
@@ -179,11 +193,7 @@ def named_only(title: str) -> str:
 def folder_parts(spec: DataSpec, root: Path) -> Parts:
     """The splits of a folder: train/ and val/ or test/, or class folders alone."""
     if not root.is_dir():
-        raise InputError(
-            f"no folder {root}",
-            why="--data-dir names a folder with train/ and val/ or test/, or class folders",
-            try_=f"ls {root.parent}",
-        )
+        raise _no_folder(root, DATA_DIR)
     named = {folder.name: folder for folder in images.subfolders(root)}
     train_dir = named.get(spec.train_split)
     val_names = (spec.val_split,) if spec.val_split else VAL_NAMES
@@ -305,7 +315,7 @@ def samples(data: Data, count: int, seed: int = 0) -> ImageSet:
 
 def _open_unlabelled(spec: DataSpec, folder: Path, seen: Input) -> Data:
     if not folder.is_dir():
-        raise InputError(f"no folder {folder}", why="--images names a folder of images")
+        raise _no_folder(folder, IMAGES)
     listing = images.list_unlabelled(folder)
     part = Part(sources.Files(listing.files), listing.labels, (), listing.digest())
     whole = _image_set("train", part, spec, seen)
