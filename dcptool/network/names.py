@@ -36,7 +36,7 @@ def resolve(name: str) -> tuple[str, str]:
         raise UsageError(
             f"{name!r} is a path, not the name of a model",
             why="there is no artifact of this name, and other folders may not say what code to run",
-            try_="dcptool prune resnet50 --rate 0.3, which makes one; --checkpoint FILE for weights",
+            try_="dcptool prune resnet50 --rate 0.3; or --checkpoint FILE for weights",
         )
     if source in ("", "timm") and (found := _in_timm(rest)):
         return "timm", found
