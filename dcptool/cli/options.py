@@ -192,28 +192,15 @@ augment_options = packed(
     click.option("--reprob", type=click.FloatRange(0, 1), default=0.0, help="Random erasing."),
 )
 
-training_options = packed(
-    "training",
-    click.option("-b", "--batch-size", type=click.IntRange(1), help="Images per step and process."),
-    click.option("--epochs", type=click.FloatRange(0), help="Passes over the training images."),
-    click.option("--steps", type=click.IntRange(0), help="Updates, instead of --epochs."),
-    click.option("--max-time", metavar="TIME", help="End after 90s, 20m, 3h."),
+# How weights change, wherever they do.
+_UPDATES = (
     click.option("--opt", default="sgd", show_default=True, help="Optimizer, by timm's name."),
-    click.option("--lr", type=click.FloatRange(0, min_open=True), help="Peak learning rate."),
     click.option(
         "--sched",
         type=click.Choice(["cosine", "step", "constant", "exponential"]),
         default="cosine",
         show_default=True,
         help="How the learning rate falls.",
-    ),
-    click.option(
-        "--warmup-epochs", type=click.FloatRange(0), help="Linear warm-up (5 % of the whole)."
-    ),
-    click.option(
-        "--decay-milestones",
-        metavar="E,E,...",
-        help="Epochs at which --sched step lowers the rate.",
     ),
     click.option(
         "--decay-rate",
@@ -241,7 +228,6 @@ training_options = packed(
     click.option("--smoothing", type=click.FloatRange(0, 1), default=0.0, help="Label smoothing."),
     click.option("--mixup", type=click.FloatRange(0), default=0.0, help="Mixup alpha."),
     click.option("--cutmix", type=click.FloatRange(0), default=0.0, help="CutMix alpha."),
-    click.option("--model-ema-decay", type=click.FloatRange(0, 1), help="Average the weights."),
     click.option(
         "--norms",
         type=click.Choice(["train", "eval"]),
@@ -256,6 +242,27 @@ training_options = packed(
         show_default=True,
         help="Memory layout; auto measures.",
     ),
+)
+
+update_options = packed("training", *_UPDATES)
+
+training_options = packed(
+    "training",
+    click.option("-b", "--batch-size", type=click.IntRange(1), help="Images per step and process."),
+    click.option("--epochs", type=click.FloatRange(0), help="Passes over the training images."),
+    click.option("--steps", type=click.IntRange(0), help="Updates, instead of --epochs."),
+    click.option("--max-time", metavar="TIME", help="End after 90s, 20m, 3h."),
+    *_UPDATES,
+    click.option("--lr", type=click.FloatRange(0, min_open=True), help="Peak learning rate."),
+    click.option(
+        "--warmup-epochs", type=click.FloatRange(0), help="Linear warm-up (5 % of the whole)."
+    ),
+    click.option(
+        "--decay-milestones",
+        metavar="E,E,...",
+        help="Epochs at which --sched step lowers the rate.",
+    ),
+    click.option("--model-ema-decay", type=click.FloatRange(0, 1), help="Average the weights."),
     click.option(
         "--log-interval",
         type=click.IntRange(1),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,94 +16,20 @@ from dcptool.cli.app import emit
 from dcptool.cli.options import (
     augment_options,
     data_options,
+    machine_options,
     model_options,
     output_options,
-    packed,
     runs_option,
+    update_options,
 )
-from dcptool.errors import InputError, UsageError
+from dcptool.cli.selection_options import selection_options, settings_of
+from dcptool.errors import UsageError
 
-selection_options = packed(
-    "selection",
-    click.option("--rate", metavar="R", help="Share of channels to remove, 0 <= R < 1."),
-    click.option(
-        "--epsilon",
-        type=float,
-        metavar="E",
-        help="Stop adding channels when the loss falls by less than this share (DCP-Adapt).",
-    ),
-    click.option(
-        "--plan",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="Units to keep of each group, as `analyze --emit-plan` writes it.",
-    ),
-    click.option(
-        "--method",
-        type=click.Choice(["dcp", "random", "l1", "apoz", "thinet", "cp"]),
-        default="dcp",
-        show_default=True,
-        help="The rule that orders channels.",
-    ),
-    click.option(
-        "--solver",
-        type=click.Choice(["gram", "sgd"]),
-        default="gram",
-        show_default=True,
-        help="Closed form, or the paper's loop: two walks over the samples for each channel.",
-    ),
-    click.option(
-        "--target",
-        type=click.Choice(["block", "conv"]),
-        help="Reconstruct the next residual sum (gram), or the layer's own output (sgd).",
-    ),
-    click.option(
-        "--score",
-        type=click.Choice(["rise", "drop", "gradient"]),
-        help="Remove by least rise of the loss (gram), add by drop or by gradient norm (sgd).",
-    ),
-    click.option(
-        "--lambda",
-        "discrimination",
-        type=click.FloatRange(0),
-        default=1.0,
-        show_default=True,
-        help="Weight of the discrimination-aware loss in the order.",
-    ),
-    click.option(
-        "--samples",
-        type=click.IntRange(1),
-        default=512,
-        show_default=True,
-        help="Training images that channels are chosen on.",
-    ),
-    click.option(
-        "--positions",
-        type=click.IntRange(1),
-        default=64,
-        show_default=True,
-        help="Random positions of each feature map that enter the solution.",
-    ),
-    click.option(
-        "--scope",
-        type=click.Choice(["paper", "all"]),
-        default="paper",
-        show_default=True,
-        help="Groups to cut: the paper's, or all that are not coupled.",
-    ),
-    click.option("--prune-residual", is_flag=True, help="Cut groups coupled by residual adds too."),
-    click.option(
-        "--keep", multiple=True, metavar="PATTERN", help="Leave groups of this name whole."
-    ),
-    click.option("--losses", type=click.IntRange(1, 16), help="Extra losses (2 or 3 by depth)."),
-    click.option(
-        "--cache-gb",
-        type=click.FloatRange(0),
-        default=4.0,
-        show_default=True,
-        help="Features above this much memory go to disk.",
-    ),
-)
+if TYPE_CHECKING:
+    from dcptool.network.base import Network
+    from dcptool.selection.settings import Selection
+    from dcptool.training.data import Data
+    from dcptool.training.dist import Dist
 
 
 @click.command("prune")
@@ -110,6 +37,7 @@ selection_options = packed(
 @selection_options
 @click.option("--no-training", is_flag=True, help="No labels, no optimizer: solve, do not train.")
 @click.option("--stage-steps", type=click.IntRange(0), help="Updates before each stage.")
+@click.option("--stage-epochs", type=click.FloatRange(0), help="The same in passes over train.")
 @click.option(
     "--stage-lr",
     type=click.FloatRange(0, min_open=True),
@@ -130,10 +58,10 @@ selection_options = packed(
     type=click.FloatRange(0, 100),
     help="Fail (exit 4) when fewer held-out images get the dense network's answer, in percent.",
 )
+@update_options
 @data_options
 @augment_options
-@click.option("--device", help="cpu, cuda, cuda:1 ...; the GPU if there is one.")
-@click.option("-j", "--workers", type=click.IntRange(0, 64), help="Processes that read images.")
+@machine_options
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the result."
 )
@@ -148,7 +76,7 @@ selection_options = packed(
 @runs_option
 @output_options
 @click.pass_context
-def command(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
+def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int | None:
     """Remove channels from MODEL and write the slim network as an artifact.
 
     MODEL is a name (resnet50, timm:..., torchvision:..., zoo:...) or an artifact folder, which is
@@ -161,19 +89,25 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
         dcptool prune resnet50 --epsilon 0.01 --data-dir imagenet
         dcptool prune --resume runs/resnet50-dcp-001
     """
+    from dcptool.cli import launch
+
+    if options["nproc_per_node"] > 1 and not launch.is_launched():
+        return launch.through_torchrun(options["nproc_per_node"])
     resume: Path | None = options["resume"]
     if resume is not None:
         options = recorded.read(ctx, options, resume, OPTIONS_FILE, PATHS)
         _refuse_finished(resume)
     if options["model"] is None:
         raise UsageError("MODEL is missing", try_="dcptool prune resnet50 --rate 0.3")
-    settings = _settings(options["selection"], options["seed"], options["batch_size"])
+    settings = settings_of(options["selection"], options["seed"], options["batch_size"])
     document = _work(options["model"], settings, options, resume)
-    emit("prune", document, _text(document), as_json=as_json)
+    if document is not None:
+        emit("prune", document, _text(document), as_json=as_json)
+    return None
 
 
 OPTIONS_FILE = "prune.json"
-PATHS = frozenset(("data_dir", "images", "checkpoint", "plan", "output", "runs_dir"))
+PATHS = frozenset(("data_dir", "images", "checkpoint", "plan", "reuse", "output", "runs_dir"))
 
 
 def _refuse_finished(run: Path) -> None:
@@ -187,84 +121,42 @@ def _refuse_finished(run: Path) -> None:
         )
 
 
-_CLOSED_FORM = {"target": "block", "score": "rise"}
-
-
-def _settings(given: dict[str, Any], seed: int, batch_size: int) -> Any:
-    from dcptool.selection.budget import parse_rate
-    from dcptool.selection.settings import Selection
-
-    named = [key for key in ("rate", "epsilon", "plan") if given[key] is not None]
-    faults = []
-    if len(named) > 1:
-        faults.append(f"--{' and --'.join(named)} exclude each other")
-    if not named:
-        faults.append("one of --rate, --epsilon and --plan is needed")
-    if given["epsilon"] is not None and not 0 < given["epsilon"] < 1:
-        faults.append(f"--epsilon {given['epsilon']:g} is out of range: 0 < epsilon < 1")
-    if given["epsilon"] is not None and given["method"] not in ("dcp", "thinet"):
-        faults.append(f"--epsilon needs a loss to watch, which --method {given['method']} has not")
-    loop = given["solver"] == "sgd"
-    defaults = {"target": "conv", "score": "gradient"} if loop else _CLOSED_FORM
-    given = {k: defaults[k] if k in defaults and v is None else v for k, v in given.items()}
-    if loop and (given["target"], given["score"]) != ("conv", "gradient"):
-        faults.append("--solver sgd is the paper's loop: --target conv and --score gradient")
-    rate = None
-    if given["rate"] is not None:
-        try:
-            rate = parse_rate(given["rate"])
-        except UsageError as err:
-            faults.append(f"{err.message}: {err.why}")
-    if faults:
-        raise UsageError(
-            "the options of prune do not fit",
-            why="\n".join(faults),
-            try_="dcptool prune resnet50 --rate 0.3",
-        )
-    chosen = {k: v for k, v in given.items() if k not in ("rate", "plan")}
-    plan = _plan(given["plan"]) if given["plan"] is not None else None
-    return Selection(rate=rate, plan=plan, seed=seed, batch_size=batch_size, **chosen)
-
-
-def _plan(path: Path) -> dict[str, int]:
-    from dcptool import files
-
-    document = files.read_json(path, what="plan")
-    groups = document.get("groups")
-    if document.get("dcptool_plan") != 1 or not isinstance(groups, dict):
-        raise InputError(
-            f"{path} is no plan", try_="dcptool analyze MODEL --emit-plan plan.json makes one"
-        )
-    plan: dict[str, int] = {}
-    for name, entry in groups.items():
-        keep = entry.get("keep") if isinstance(entry, dict) else None
-        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-            raise InputError(f"{path}: keep of {name} must be a count of at least 1")
-        plan[name] = keep
-    return plan
-
-
 def _work(
-    model: str, settings: Any, options: dict[str, Any], resume: Path | None
-) -> dict[str, Any]:
+    model: str, settings: Selection, options: dict[str, Any], resume: Path | None
+) -> dict[str, Any] | None:
     from dcptool import files
+    from dcptool.cli import launch
     from dcptool.pipeline import prune as pipeline
-    from dcptool.pipeline import rundir
+    from dcptool.pipeline import prune_record, rundir
+    from dcptool.training import dist as processes
     from dcptool.training.classes import check_classes
-    from dcptool.training.device import choose_device
+    from dcptool.training.device import amp_dtype, choose_device
+    from dcptool.training.settings import training_of
 
-    device = choose_device(options["device"])
-    if options["output"] is not None and resume is None:
-        files.require_new(options["output"], force=options["force"])
-    network, data = _open(model, options, device)
-    if data.labelled:
-        check_classes(network, data)
-    pipeline.check(network, data, settings, training=not options["no_training"])
-    folder = resume or _folder(model, settings, options)
-    console.note(f"pruning {network.base} ({network.weights}) on {data.source} in {folder}")
-    with files.lock_folder(folder):
-        if resume is None:
-            files.publish_json(folder / OPTIONS_FILE, recorded.plain({**options, "model": model}))
+    if options["stage_steps"] is not None and options["stage_epochs"] is not None:
+        raise UsageError("--stage-steps and --stage-epochs say the same thing twice")
+    training = training_of(options["training"])
+    device = choose_device(options["device"], launch.local_rank())
+    with ExitStack() as stack:
+        dist = stack.enter_context(launch.together(device))
+        if options["output"] is not None and resume is None and dist.is_writer:
+            files.require_new(options["output"], force=options["force"])
+        network, data = _open(model, options, device, dist)
+        if data.labelled:
+            check_classes(network, data)
+        pipeline.check(network, data, settings, training=not options["no_training"])
+        made = None
+        if dist.is_writer:
+            made = resume or _folder(model, settings, options)
+        folder = dist.broadcast(made)
+        assert folder is not None
+        launch.record_in(folder)
+        console.note(f"pruning {network.base} ({network.weights}) on {data.source} in {folder}")
+        if dist.is_writer:
+            stack.enter_context(files.lock_folder(folder))
+            if resume is None:
+                plain = recorded.plain({**options, "model": model})
+                files.publish_json(folder / OPTIONS_FILE, plain)
         document = pipeline.prune(
             network,
             data,
@@ -272,7 +164,10 @@ def _work(
                 settings,
                 training=not options["no_training"],
                 stage_steps=options["stage_steps"],
+                stage_epochs=options["stage_epochs"],
                 stage_lr=options["stage_lr"],
+                options=training,
+                amp=amp_dtype(options["amp_dtype"] if options["amp"] else None, device),
                 batch_size=options["batch_size"],
                 device=device,
                 workers=options["workers"],
@@ -281,14 +176,18 @@ def _work(
                 resume_command=f"dcptool prune --resume {shlex.quote(str(folder))}",
             ),
             folder,
+            dist,
         )
-    if folder.parent == rundir.runs_folder(options["runs_dir"]):
-        rundir.set_latest(folder)
-    console.note(pipeline.next_commands(document))
-    return document
+        processes.stop()
+        if not dist.is_writer:
+            return None
+        if folder.parent == rundir.runs_folder(options["runs_dir"]):
+            rundir.set_latest(folder)
+        console.note(prune_record.next_commands(document["artifact"]))
+        return document
 
 
-def _open(model: str, options: dict[str, Any], device: str) -> tuple[Any, Any]:
+def _open(model: str, options: dict[str, Any], device: str, dist: Dist) -> tuple[Network, Data]:
     """The network and its images; with neither data nor weights, a baseline on the built-in set."""
     from dcptool.network import artifact
     from dcptool.pipeline import baseline, rundir
@@ -316,12 +215,18 @@ def _open(model: str, options: dict[str, Any], device: str) -> tuple[Any, Any]:
     runs = rundir.runs_folder(options["runs_dir"])
     again = shlex.join(["dcptool", *sys.argv[1:]])
     fitted = baseline.fit_baseline(
-        network, data, seed=options["seed"], device=device, runs=runs, resume_command=again
+        network,
+        data,
+        seed=options["seed"],
+        device=device,
+        runs=runs,
+        resume_command=again,
+        dist=dist,
     )
     return fitted, data
 
 
-def _folder(model: str, settings: Any, options: dict[str, Any]) -> Path:
+def _folder(model: str, settings: Selection, options: dict[str, Any]) -> Path:
     from dcptool import files
     from dcptool.pipeline import rundir
 

@@ -7,6 +7,7 @@ are kept as `~/...`.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -55,6 +56,8 @@ def _typed(old: Any, key: str, paths: frozenset[str]) -> Any:
         old = _swap(old, "~", _home())
     if key in paths:
         return Path(old)
+    if old == "inf":
+        return math.inf
     return tuple(old) if isinstance(old, list) else old
 
 
@@ -80,6 +83,8 @@ def _simple(value: Any) -> Any:
         value = str(value.resolve())
     if isinstance(value, str):
         return _swap(value, _home(), "~")
+    if isinstance(value, float) and math.isinf(value):
+        return "inf"  # JSON has no word for it
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -18,6 +18,7 @@ from dcptool.network import models
 from dcptool.network.base import Network
 from dcptool.training.checkpoint import Checkpoints
 from dcptool.training.data import Data
+from dcptool.training.dist import SINGLE, Dist
 from dcptool.training.loader import loader
 from dcptool.training.loop import Run, fit
 from dcptool.training.losses import cross_entropy
@@ -55,7 +56,14 @@ def load_for_builtin(
 
 
 def fit_baseline(
-    network: Network, data: Data, *, seed: int, device: str, runs: Path, resume_command: str
+    network: Network,
+    data: Data,
+    *,
+    seed: int,
+    device: str,
+    runs: Path,
+    resume_command: str,
+    dist: Dist = SINGLE,
 ) -> Network:
     """Fill `network` (whose classifier fits the data) with weights fitted on the built-in set."""
     folder = cache_folder(runs)
@@ -65,7 +73,7 @@ def fit_baseline(
     name = f"{what}-seed{seed}-{STEPS}-v{__version__}"
     path = folder / f"{name.replace('/', '_')}.safetensors"
     fitted = replace(network, input=data.input, classes=data.classes)
-    if path.is_file():
+    if dist.broadcast(path.is_file()):
         try:
             state = weights.read(path)
             models.fill(network.module, state, where=str(path), network=str(network.base))
@@ -78,7 +86,9 @@ def fit_baseline(
         f"no weights of {network.base} for {data.source}: fitting a dense baseline first "
         f"({STEPS} steps, kept for the next run)"
     )
-    batches = loader(data.train, BATCH, train=True, seed=seed, device=device)
+    batches = loader(
+        data.train, BATCH // dist.world, train=True, seed=seed, device=device, dist=dist
+    )
     run = Run(
         device=device,
         seed=seed,
@@ -88,8 +98,10 @@ def fit_baseline(
         resume_command=resume_command,
     )
     schedule = Schedule(STEPS, LR, warmup_steps=STEPS // 10)
-    fit(network.module, batches, [cross_entropy()], schedule, run)
+    fit(network.module, batches, [cross_entropy()], schedule, run, dist)
     network.module.cpu().eval()
+    if not dist.is_writer:
+        return replace(fitted, weights=f"fitted on {data.source}")
     state = {k: v.contiguous() for k, v in network.module.state_dict().items()}
     files.publish(path, safetensors_bytes(state))
     for leftover in (folder / f"{path.stem}.state").glob("state-*.safetensors"):

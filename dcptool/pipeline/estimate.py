@@ -212,7 +212,8 @@ def _pruning(
         total += baseline.STEPS * baseline.BATCH * speed.training
     if not params["no_training"]:
         losses = params["losses"] or graph.structure.default_losses()
-        steps = stage_steps(params["stage_steps"], -(-counts.train // params["batch_size"]))
+        epoch = -(-counts.train // params["batch_size"])
+        steps = stage_steps(params["stage_steps"], params["stage_epochs"], epoch)
         total += (2 * losses + 1) * steps * params["batch_size"] * speed.training
     modules = dict(network.module.named_modules())
     for group in groups:

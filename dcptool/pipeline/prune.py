@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-import json
+import math
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save as safetensors_bytes
-from torch import nn
+from torch import Tensor, nn
 
 from dcptool import console, files
 from dcptool.errors import GateFailed, InputError, Interrupted, UsageError
 from dcptool.network import artifact, cost
-from dcptool.network.base import Cut, Network
+from dcptool.network.base import Network
 from dcptool.network.graph import build_graph
+from dcptool.pipeline import prune_record
+from dcptool.pipeline.agreement import Agreement, agree, halves, settle_norms
 from dcptool.pipeline.stage_training import SAVE_EVERY_S, StagePlan, StageTrainer
-from dcptool.selection.heads import Head
 from dcptool.selection.settings import Selection
-from dcptool.selection.stage import Choice
-from dcptool.selection.stages import Outcome, Progress, nothing_to_prune, select
+from dcptool.selection.stages import Listen, Outcome, Progress, nothing_to_prune, select
 from dcptool.training import signals
 from dcptool.training.checkpoint import Checkpoints, digest_of
 from dcptool.training.data import Data, samples
+from dcptool.training.dist import SINGLE, Dist
 from dcptool.training.evaluate import Accuracy, evaluate, predictor
-from dcptool.training.loader import ImageSet, loader
+from dcptool.training.loader import loader
+from dcptool.training.settings import Training
 
-STEPS_FILE = "steps.jsonl"
 DENSE_WEIGHTS = "dense.safetensors"
-CHECKPOINTS = "checkpoints"
 EVALUATION_BATCH = 256
 
 
@@ -43,22 +43,16 @@ class Job:
     selection: Selection
     training: bool = True
     stage_steps: int | None = None
+    stage_epochs: float | None = None
     stage_lr: float = 0.005
+    options: Training = field(default_factory=Training)
+    amp: torch.dtype | None = None
     batch_size: int = 64
     device: str = "cpu"
     workers: int | None = None
     min_agreement: float | None = None
     lineage: dict[str, object] | None = None
     resume_command: str = ""
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How far the slim network answers as the dense one, on images held out from selection."""
-
-    top1: float
-    kl: float
-    images: int
 
 
 def check(network: Network, data: Data, settings: Selection, *, training: bool) -> None:
@@ -71,8 +65,15 @@ def check(network: Network, data: Data, settings: Selection, *, training: bool) 
         )
     graph = build_graph(network.module, data.input.size)
     if settings.plan is None:
-        if not settings.groups(graph):
+        groups = settings.groups(graph)
+        if not groups:
             raise nothing_to_prune(network, graph)
+        anew = [group.name for group in groups if settings.recorded(group) is None]
+        if settings.reuse and anew:
+            console.note(
+                f"{len(anew)} of {len(groups)} groups are ordered anew: what was recorded of them "
+                f"does not reach this size ({', '.join(anew[:3])}{' ...' if anew[3:] else ''})"
+            )
         return
     sizes = {group.name: len(group.units) for group in graph.groups if group.units}
     faults = [f"there is no group {name} to cut" for name in settings.plan if name not in sizes]
@@ -89,68 +90,59 @@ def check(network: Network, data: Data, settings: Selection, *, training: bool) 
         )
 
 
-def prune(network: Network, data: Data, job: Job, folder: Path) -> dict[str, Any]:
+def prune(
+    network: Network, data: Data, job: Job, folder: Path, dist: Dist = SINGLE
+) -> dict[str, Any]:
     """Prune `network` on `data` and publish the artifact in `folder`; returns the document."""
     started = time.monotonic()
     network.input = data.input
     if data.labelled and data.classes:
         network.classes = data.classes
     settings = job.selection
+    marks = fingerprint(network, data, job, dist)
+    dist.agree(marks)
     chosen = samples(data, settings.samples, settings.seed)
-    batches = list(loader(chosen, job.batch_size, workers=job.workers))
-    images = [x for x, _ in batches]
-    labels = [y for _, y in batches]
-    dense_top1 = _top1(network.module, data, job)
-    memory = Checkpoints(folder / CHECKPOINTS, fingerprint(network, data, job), SAVE_EVERY_S)
+    batches = _whole(list(loader(chosen, job.batch_size, workers=job.workers)), dist)
+    labels = [y[dist.rank :: dist.world] for _, y in batches]
+    dense_top1 = _top1(network.module, data, job, dist)
+    memory = Checkpoints(folder / prune_record.CHECKPOINTS, marks, SAVE_EVERY_S)
     saved = memory.load()
-    start = _progress(saved) if saved is not None else None
+    start = prune_record.progress_of(saved) if saved is not None else None
     trainer = None
     if job.training:
-        plan = StagePlan(
-            job.stage_steps,
-            job.stage_lr,
-            job.batch_size,
-            settings.seed,
-            job.device,
-            job.workers,
-            folder / CHECKPOINTS,
-            memory.fingerprint,
-            job.resume_command,
-        )
-        trainer = StageTrainer(network, data, plan, labels)
-    if trainer is not None and saved is not None:
-        trainer.restore(saved["head"])
-    (folder / STEPS_FILE).unlink(missing_ok=True)
-    for choice in start.choices if start is not None else ():
-        _record(folder, choice)
+        trainer = StageTrainer(network, data, _stage_plan(job, folder, marks), labels, dist)
+        if saved is not None:
+            trainer.restore(saved["head"])
+    if dist.is_writer:
+        prune_record.begin(folder, start.choices if start is not None else ())
     selection_began = time.monotonic()
-    with signals.watch() as flag:
-
-        def edge(progress: Progress) -> None:
-            if flag.number or memory.due():
-                memory.save(_tree(progress, trainer.head if trainer else None))
-            if flag.number:
-                done = f"{len(progress.choices)} groups decided, state saved"
-                raise Interrupted(flag.number, message=f"stopped: {done}", try_=job.resume_command)
-
+    with _edges(memory, trainer, job, dist) as edge:
         outcome = select(
             network,
-            images,
+            [x for x, _ in batches],
             settings,
             fit_stage=trainer.fit_stage if trainer else None,
-            report=lambda choice: _record(folder, choice),
+            report=lambda choice: prune_record.record(folder, choice) if dist.is_writer else None,
             edge=edge,
             start=start,
+            dist=dist,
+            device=job.device,
         )
     selection_seconds = time.monotonic() - selection_began
     training_seconds = trainer.seconds if trainer else 0.0
     slim = outcome.network
     dense_cost = cost.count(network.module, data.input.size)
     slim_cost = cost.count(slim.module, data.input.size)
-    agreement = agree(network.module, slim.module, data.val, job)
-    slim_top1 = _top1(slim.module, data, job)
+    choosing, reporting = halves(data.val)
+    again = loader(chosen, job.batch_size, workers=job.workers, device=job.device)
+    fresh_norms = settle_norms(
+        network.module, slim.module, again, choosing, workers=job.workers, dist=dist
+    )
+    agreement = agree(
+        network.module, slim.module, reporting, workers=job.workers, device=job.device, dist=dist
+    )
+    slim_top1 = _top1(slim.module, data, job, dist)
     gates = _gates(job, agreement)
-    files.publish(folder / DENSE_WEIGHTS, _weights(network.module))
     document = {
         "run": folder.name,
         "artifact": str(folder),
@@ -163,7 +155,8 @@ def prune(network: Network, data: Data, job: Job, folder: Path) -> dict[str, Any
         "slim": _side(slim_cost, slim_top1),
         "kept": {choice.group: len(choice.kept) for choice in outcome.choices},
         "dead": sum(choice.dead for choice in outcome.choices),
-        "agreement": {"top1": agreement.top1, "kl": agreement.kl, "images": agreement.images},
+        "agreement": asdict(agreement),
+        "norms": "estimated anew" if fresh_norms else "kept",
         "proof": {
             "difference": outcome.proof.difference if outcome.proof else 0.0,
             "power": outcome.proof.power if outcome.proof else 0.0,
@@ -175,6 +168,10 @@ def prune(network: Network, data: Data, job: Job, folder: Path) -> dict[str, Any
         },
         "gates": gates,
     }
+    if not dist.is_writer:
+        dist.barrier()
+        return document
+    files.publish(folder / DENSE_WEIGHTS, _weights(network.module))
     artifact.save(
         slim,
         folder,
@@ -188,105 +185,81 @@ def prune(network: Network, data: Data, job: Job, folder: Path) -> dict[str, Any
             "prune": _plain(settings, job, outcome),
         },
     )
-    clear_checkpoints(folder)
+    prune_record.clear_checkpoints(folder)
+    dist.barrier()
     return document
 
 
-def _record(folder: Path, choice: Choice) -> None:
-    """Append what was decided for one group."""
-    line = {
-        "group": choice.group,
-        "units": choice.units,
-        "kept": list(choice.kept),
-        "order": list(choice.order),
-        "losses": [float(f"{loss:.6g}") for loss in choice.losses],
-        "norms": [float(f"{norm:.6g}") for norm in choice.norms],
-        "dead": choice.dead,
-        "stopped": choice.why_stopped,
-    }
-    with (folder / STEPS_FILE).open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(line) + "\n")
+def _whole(batches: list[tuple[Tensor, Tensor]], dist: Dist) -> list[tuple[Tensor, Tensor]]:
+    """Batches of which every process gets a row: one that is too small joins the one before."""
+    if len(batches) > 1 and len(batches[-1][0]) < dist.world:
+        (images, labels), (more, others) = batches[-2:]
+        return [*batches[:-2], (torch.cat([images, more]), torch.cat([labels, others]))]
+    if len(batches[-1][0]) < dist.world:
+        raise UsageError(f"{len(batches[-1][0])} samples for {dist.world} processes")
+    return batches
 
 
-def fingerprint(network: Network, data: Data, job: Job) -> dict[str, str]:
-    """What must not change between a run and its resume."""
-    return {
-        **{f"prune.{key}": str(value) for key, value in asdict(job.selection).items()},
-        "model": f"{network.base} {digest_of(network.module.state_dict())}",
-        "data": f"{data.source} {data.digest[:16]}",
-        "input": str(data.input),
-        "training": str((job.training, job.stage_steps, job.stage_lr, job.batch_size)),
-    }
+@contextmanager
+def _edges(
+    memory: Checkpoints, trainer: StageTrainer | None, job: Job, dist: Dist
+) -> Iterator[Listen]:
+    """Between two layers: save the state now and then, and end there after a signal."""
+    with signals.watch() as flag:
+
+        def edge(progress: Progress) -> None:
+            number = int(dist.largest(flag.number or 0))
+            if dist.is_writer and (number or memory.due()):
+                memory.save(prune_record.tree(progress, trainer.head if trainer else None))
+            if number:
+                dist.barrier()
+                done = f"{len(progress.choices)} groups decided, state saved"
+                raise Interrupted(number, message=f"stopped: {done}", try_=job.resume_command)
+
+        yield edge
 
 
-def _tree(progress: Progress, head: Head | None) -> dict[str, Any]:
-    """Progress in the form that checkpoints keep."""
-    return {
-        "stage": progress.stage,
-        "place": progress.place,
-        "cuts": {k: [c.inputs, c.outputs, c.dim] for k, c in progress.cuts.items()},
-        "removed": list(progress.removed),
-        "choices": [asdict(choice) for choice in progress.choices],
-        "weights": dict(progress.weights),
-        "head": dict(head.state_dict()) if head is not None else None,
-    }
-
-
-def _progress(tree: Mapping[str, Any]) -> Progress:
-    def indices(value: Sequence[int] | None) -> tuple[int, ...] | None:
-        return None if value is None else tuple(value)
-
-    return Progress(
-        tree["stage"],
-        tree["place"],
-        {k: Cut(indices(i), indices(o), dim) for k, (i, o, dim) in tree["cuts"].items()},
-        tuple(tree["removed"]),
-        tuple(
-            Choice(
-                entry["group"],
-                entry["units"],
-                tuple(entry["kept"]),
-                tuple(entry["losses"]),
-                entry["why_stopped"],
-                entry["dead"],
-                tuple(entry["order"]),
-                tuple(entry["norms"]),
-            )
-            for entry in tree["choices"]
-        ),
-        tree["weights"],
+def _stage_plan(job: Job, folder: Path, marks: dict[str, str]) -> StagePlan:
+    return StagePlan(
+        job.stage_steps,
+        job.stage_epochs,
+        job.stage_lr,
+        job.options,
+        job.amp,
+        job.batch_size,
+        job.selection.seed,
+        job.device,
+        job.workers,
+        folder / prune_record.CHECKPOINTS,
+        marks,
+        job.resume_command,
     )
 
 
-def clear_checkpoints(folder: Path) -> None:
-    """Remove the states of a run that is through."""
-    place = folder / CHECKPOINTS
-    for path in [*place.glob("state-*.safetensors"), *place.glob("stage-*/state-*.safetensors")]:
-        path.unlink(missing_ok=True)
-    for old in [*place.glob("stage-*"), place]:
-        with suppress(OSError):
-            old.rmdir()
+def fingerprint(network: Network, data: Data, job: Job, dist: Dist) -> dict[str, str]:
+    """What must not change between a run and its resume."""
+    trained = (job.training, job.stage_steps, job.stage_epochs, job.stage_lr, str(job.amp))
+    return {
+        **{f"prune.{key}": str(value) for key, value in asdict(job.selection).items()},
+        **{f"training.{key}": value for key, value in job.options.fingerprint().items()},
+        "model": f"{network.base} {digest_of(network.module.state_dict())}",
+        "data": f"{data.source} {data.digest[:16]}",
+        "input": str(data.input),
+        "training": str((*trained, job.batch_size)),
+        "processes": str(dist.world),
+    }
 
 
-def agree(dense: nn.Module, slim: nn.Module, images: ImageSet, job: Job) -> Agreement:
-    """Top-1 agreement in percent and mean KL divergence of the slim network from the dense one."""
-    same, divergence, count = 0, 0.0, 0
-    for batch, _ in loader(images, EVALUATION_BATCH, workers=job.workers):
-        wanted = predictor(dense)(batch)
-        found = predictor(slim)(batch)
-        same += int((wanted.argmax(1) == found.argmax(1)).sum())
-        log_wanted, log_found = wanted.log_softmax(1), found.log_softmax(1)
-        divergence += float((log_wanted.exp() * (log_wanted - log_found)).sum())
-        count += len(batch)
-    return Agreement(100 * same / max(count, 1), divergence / max(count, 1), count)
-
-
-def _top1(module: nn.Module, data: Data, job: Job) -> Accuracy | None:
+def _top1(module: nn.Module, data: Data, job: Job, dist: Dist) -> Accuracy | None:
     if not data.labelled:
         return None
-    batches = loader(data.report, EVALUATION_BATCH, workers=job.workers)
-    classes = len(data.classes)
-    return evaluate(predictor(module), batches, classes, title="accuracy")
+    batches = loader(
+        data.report, EVALUATION_BATCH, workers=job.workers, dist=dist, device=job.device
+    )
+    predict = predictor(module.to(job.device), amp=job.amp)
+    found = evaluate(predict, batches, len(data.classes), dist=dist, title="accuracy")
+    module.cpu()
+    return found
 
 
 def _gates(job: Job, agreement: Agreement) -> list[dict[str, object]]:
@@ -307,7 +280,8 @@ def _budget(settings: Selection) -> dict[str, object]:
         return {"plan": dict(settings.plan)}
     if settings.epsilon is not None:
         return {"epsilon": settings.epsilon}
-    return {"rate": float(settings.rate or 0)}
+    rates = {"rates": {k: float(v) for k, v in settings.rates.items()}} if settings.rates else {}
+    return {"rate": float(settings.rate or 0), **rates}
 
 
 def _side(counted: cost.Counted, accuracy: Accuracy | None) -> dict[str, object]:
@@ -344,7 +318,7 @@ def _plain(settings: Selection, job: Job, outcome: Outcome) -> dict[str, object]
         "solver": settings.solver,
         "target": settings.target,
         "score": settings.score,
-        "lambda": settings.discrimination,
+        "lambda": "inf" if math.isinf(settings.discrimination) else settings.discrimination,
         "samples": settings.samples,
         "positions": settings.positions,
         "scope": settings.scope,
@@ -361,9 +335,3 @@ def _plain(settings: Selection, job: Job, outcome: Outcome) -> dict[str, object]
 def _weights(module: nn.Module) -> bytes:
     data: bytes = safetensors_bytes({k: v.contiguous() for k, v in module.state_dict().items()})
     return data
-
-
-def next_commands(document: dict[str, Any]) -> str:
-    """What to type after a prune."""
-    console.detail(f"record of each group: {document['artifact']}/{STEPS_FILE}")
-    return "next: dcptool finetune, dcptool export --onnx, dcptool bench"

@@ -16,10 +16,12 @@ from dcptool.selection.greedy import LossAt
 from dcptool.selection.heads import Head, WithHead, head_loss, new_head
 from dcptool.training.checkpoint import Checkpoints
 from dcptool.training.data import Data
+from dcptool.training.dist import SINGLE, Dist
 from dcptool.training.loader import loader
 from dcptool.training.loop import Run, fit
 from dcptool.training.losses import cross_entropy
 from dcptool.training.schedule import Schedule
+from dcptool.training.settings import Training
 
 MOST_STAGE_STEPS = 100
 SAVE_EVERY_S = 30.0
@@ -30,7 +32,10 @@ class StagePlan:
     """How stages are trained, and where they keep their state."""
 
     steps: int | None
+    epochs: float | None
     lr: float
+    options: Training
+    amp: torch.dtype | None
     batch_size: int
     seed: int
     device: str
@@ -48,9 +53,11 @@ def _summed_loss(wanted: Tensor, head: Head | None = None) -> LossAt:
     return loss
 
 
-def stage_steps(steps: int | None, epoch: int) -> int:
+def stage_steps(steps: int | None, epochs: float | None, epoch: int) -> int:
     """Updates before each stage: as asked, or one epoch, at most a hundred."""
-    return min(epoch, MOST_STAGE_STEPS) if steps is None else steps
+    if steps is not None:
+        return steps
+    return min(epoch, MOST_STAGE_STEPS) if epochs is None else round(epochs * epoch)
 
 
 class StageTrainer:
@@ -62,8 +69,10 @@ class StageTrainer:
         data: Data,
         plan: StagePlan,
         labels: Sequence[Tensor],
+        dist: Dist = SINGLE,
     ) -> None:
         self.network, self.data, self.plan, self.labels = network, data, plan, labels
+        self.dist = dist
         self.seconds = 0.0
         self.head: Head | None = None
 
@@ -81,7 +90,9 @@ class StageTrainer:
         """Train the network and the head; returns the head's losses on the samples."""
         if not is_fitted:
             self._fit(module, pivot, number)
-        return [_summed_loss(wanted, self.head) for wanted in self.labels]
+        if self.head is not None:
+            self.head.to(self.plan.device)
+        return [_summed_loss(wanted.to(self.plan.device), self.head) for wanted in self.labels]
 
     def _fit(self, module: nn.Module, pivot: str | None, number: int) -> None:
         began = time.monotonic()
@@ -93,10 +104,18 @@ class StageTrainer:
             seed=plan.seed + number,
             workers=plan.workers,
             device=plan.device,
+            dist=self.dist,
         )
+        options, classes = plan.options, self.network.base.num_classes
         run = Run(
+            optimizer=options.optimizer,
             device=plan.device,
             seed=plan.seed + number,
+            amp=plan.amp,
+            clip_grad=options.clip_grad,
+            channels_last=options.channels_last,
+            norms=options.norms,
+            vary=options.vary(self.data.train.augment, classes),
             keep_best=False,
             title=f"stage {number + 1}",
             checkpoints=Checkpoints(
@@ -104,14 +123,17 @@ class StageTrainer:
             ),
             resume_command=plan.resume_command,
         )
-        schedule = Schedule(stage_steps(plan.steps, len(batches)), plan.lr)
+        steps = stage_steps(plan.steps, plan.epochs, len(batches))
+        schedule = Schedule(steps, plan.lr, options.sched, decay=options.decay_rate)
+        smoothing = 0.0 if options.mixup or options.cutmix else options.smoothing
+        own = cross_entropy(smoothing)
         self.head = None
         if pivot is None:
-            fit(module, batches, [cross_entropy()], schedule, run)
+            fit(module, batches, [own], schedule, run, self.dist)
         else:
-            head = new_head(self._width(module, pivot), self.network.base.num_classes, number)
+            head = new_head(self._width(module, pivot), classes, number)
             with WithHead(module, pivot, head).attached() as both:
-                fit(both, batches, [head_loss, cross_entropy()], schedule, run)
+                fit(both, batches, [head_loss, own], schedule, run, self.dist)
             self.head = head.cpu().eval()
             self.head.requires_grad_(False)
         module.cpu().eval()
@@ -125,7 +147,7 @@ class StageTrainer:
         )
         try:
             with torch.no_grad():
-                module.eval()(torch.zeros(1, *self.data.input.size))
+                module.cpu().eval()(torch.zeros(1, *self.data.input.size))
         finally:
             hook.remove()
         return found[0]

@@ -1,0 +1,130 @@
+"""What a prune leaves behind while it runs: a record of each group, and a state to resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dcptool import console, files
+from dcptool.errors import InputError
+from dcptool.network.base import Cut
+from dcptool.selection.heads import Head
+from dcptool.selection.settings import Recorded
+from dcptool.selection.stage import Choice
+from dcptool.selection.stages import Progress
+
+STEPS_FILE = "steps.jsonl"
+CHECKPOINTS = "checkpoints"
+
+
+def begin(folder: Path, choices: Sequence[Choice]) -> None:
+    """Start the record with what is decided already."""
+    (folder / STEPS_FILE).unlink(missing_ok=True)
+    for choice in choices:
+        record(folder, choice)
+
+
+def record(folder: Path, choice: Choice) -> None:
+    """Append what was decided for one group."""
+    line = {
+        "group": choice.group,
+        "units": choice.units,
+        "kept": list(choice.kept),
+        "order": list(choice.order),
+        "smallest": choice.smallest,
+        "losses": [float(f"{loss:.6g}") for loss in choice.losses],
+        "norms": [float(f"{norm:.6g}") for norm in choice.norms],
+        "dead": choice.dead,
+        "stopped": choice.why_stopped,
+    }
+    with (folder / STEPS_FILE).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def read_orders(run: Path) -> dict[str, Recorded]:
+    """The orders that an earlier run recorded, by group."""
+    path = run / STEPS_FILE
+    if not path.is_file():
+        raise InputError(
+            f"cannot reuse {run}",
+            why=f"there is no {STEPS_FILE} in it",
+            try_="--reuse names the folder of an earlier prune",
+        )
+    found: dict[str, Recorded] = {}
+    text = files.read_bytes(path, what="the record of a run").decode("utf-8", "replace")
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            entry = json.loads(line)
+            recorded = Recorded(
+                int(entry["units"]),
+                tuple(int(unit) for unit in entry["order"]),
+                tuple(float(loss) for loss in entry["losses"]),
+                int(entry["smallest"]),
+            )
+            name = str(entry["group"])
+        except (ValueError, KeyError, TypeError) as err:
+            raise InputError(
+                f"cannot reuse {run}", why=f"line {number} of {STEPS_FILE} is damaged"
+            ) from err
+        if sorted(set(recorded.order)) != sorted(recorded.order) or not all(
+            0 <= unit < recorded.units for unit in recorded.order
+        ):
+            raise InputError(f"cannot reuse {run}", why=f"the order of {name} is no order")
+        found[name] = recorded
+    return found
+
+
+def tree(progress: Progress, head: Head | None) -> dict[str, Any]:
+    """Progress in the form that checkpoints keep."""
+    return {
+        "stage": progress.stage,
+        "place": progress.place,
+        "layer": progress.layer,
+        "cuts": {k: [c.inputs, c.outputs, c.dim] for k, c in progress.cuts.items()},
+        "removed": list(progress.removed),
+        "choices": [asdict(choice) for choice in progress.choices],
+        "weights": {k: v.cpu() for k, v in progress.weights.items()},
+        "head": dict(head.state_dict()) if head is not None else None,
+    }
+
+
+def progress_of(saved: Mapping[str, Any]) -> Progress:
+    """Progress from what a checkpoint kept."""
+
+    def indices(value: Sequence[int] | None) -> tuple[int, ...] | None:
+        return None if value is None else tuple(value)
+
+    def choice(entry: Mapping[str, Any]) -> Choice:
+        lists = ("kept", "losses", "order", "norms")
+        fields: dict[str, Any] = {k: tuple(v) if k in lists else v for k, v in entry.items()}
+        return Choice(**fields)
+
+    return Progress(
+        saved["stage"],
+        saved["place"],
+        saved["layer"],
+        {k: Cut(indices(i), indices(o), dim) for k, (i, o, dim) in saved["cuts"].items()},
+        tuple(saved["removed"]),
+        tuple(choice(entry) for entry in saved["choices"]),
+        saved["weights"],
+    )
+
+
+def clear_checkpoints(folder: Path) -> None:
+    """Remove the states of a run that is through."""
+    place = folder / CHECKPOINTS
+    for path in [*place.glob("state-*.safetensors"), *place.glob("stage-*/state-*.safetensors")]:
+        path.unlink(missing_ok=True)
+    for old in [*place.glob("stage-*"), place]:
+        with suppress(OSError):
+            old.rmdir()
+
+
+def next_commands(folder: str) -> str:
+    """What to type after a prune."""
+    console.detail(f"record of each group: {folder}/{STEPS_FILE}")
+    return "next: dcptool finetune, dcptool export --onnx, dcptool bench"

@@ -1,0 +1,181 @@
+"""Test error right after pruning, method by method, with everything else the same.
+
+    python tests/benchmarks/methods.py CIFAR_DIR WEIGHTS_DIR RESULTS.jsonl
+        [--network resnet20_a] [--solver sgd] [--rate 0.5] [--seeds 0] [--samples 256]
+        [--stage-steps 50] [--only dcp,l1]
+
+Appends one line for each run to RESULTS.jsonl and leaves out what is there, so that it can be
+stopped and started again. Then prints the table of all lines with the same conditions, with a
+paired comparison of every row with dcp over the test images (McNemar, both tails). Selection and
+stages see training images alone; whether fresh batch-norm statistics are kept is decided on
+training images that were held out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from fractions import Fraction
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from dcptool import console
+from dcptool.network import cost, models
+from dcptool.pipeline.agreement import halves, settle_norms
+from dcptool.pipeline.stage_training import StagePlan, StageTrainer
+from dcptool.selection.settings import Selection
+from dcptool.selection.stages import select
+from dcptool.training.data import DataSpec, open_data, samples
+from dcptool.training.evaluate import predictor
+from dcptool.training.loader import loader
+from dcptool.training.settings import Training
+
+ROWS = {
+    "dcp": {"method": "dcp"},
+    "dcp, lambda 0": {"method": "dcp", "discrimination": 0.0},
+    "dcp, L_S alone": {"method": "dcp", "discrimination": math.inf},
+    "random": {"method": "random"},
+    "thinet": {"method": "thinet"},
+    "cp": {"method": "cp"},
+    "l1": {"method": "l1"},
+    "apoz": {"method": "apoz"},
+}
+
+
+def main() -> None:
+    """Run what is missing, then print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cifar", type=Path)
+    parser.add_argument("weights", type=Path)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--network", default="resnet20_a")
+    parser.add_argument("--solver", default="sgd")
+    parser.add_argument("--rate", default="0.5")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--stage-steps", type=int, default=50)
+    parser.add_argument("--stage-lr", type=float, default=0.005)
+    parser.add_argument("--only", default=",".join(ROWS))
+    given = parser.parse_args()
+    console.configure(quiet=True)
+    conditions = {
+        key: getattr(given, key)
+        for key in ("network", "solver", "rate", "samples", "stage_steps", "stage_lr")
+    }
+    for seed in map(int, given.seeds.split(",")):
+        for row in given.only.replace(", ", "; ").split(","):
+            row = row.replace("; ", ", ")
+            key = {**conditions, "row": row, "seed": seed}
+            if any(all(line[k] == v for k, v in key.items()) for line in read(given.results)):
+                continue
+            found = {**key, **run(given, row, seed)}
+            with given.results.open("a") as stream:
+                stream.write(json.dumps(found) + "\n")
+            shown = {k: v for k, v in found.items() if k != "right"}
+            print(json.dumps(shown), flush=True)
+    table([line for line in read(given.results) if conditions.items() <= line.items()])
+
+
+def read(path: Path) -> list[dict]:
+    """All lines that are whole."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def run(given: argparse.Namespace, row: str, seed: int) -> dict:
+    """Prune once; returns the accuracy on the test images and which of them are right."""
+    file = given.weights / f"cifar10_{given.network.replace('resnet56', 'resnet56_b')}.safetensors"
+    if given.network.endswith("_a"):
+        file = given.weights / f"cifar10_{given.network}.safetensors"
+    network = models.load(f"zoo:{given.network}", checkpoint=file)
+    unit = {} if given.network.endswith("_a") else {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+    data = open_data(DataSpec(data_dir=given.cifar, seed=seed, **unit), network)
+    network.input = data.input
+    is_loop = given.solver == "sgd"
+    settings = Selection(
+        rate=Fraction(given.rate),
+        solver=given.solver,
+        target="conv" if is_loop else "block",
+        score="gradient" if is_loop else "rise",
+        samples=given.samples,
+        seed=seed,
+        **ROWS[row],
+    )
+    chosen = samples(data, given.samples, seed)
+    batches = list(loader(chosen, 64))
+    began = time.monotonic()
+    with TemporaryDirectory() as scratch:
+        plan = StagePlan(
+            given.stage_steps,
+            None,
+            given.stage_lr,
+            Training(),
+            None,
+            64,
+            seed,
+            "cpu",
+            None,
+            Path(scratch),
+            {},
+            "",
+        )
+        trainer = StageTrainer(network, data, plan, [y for _, y in batches])
+        found = select(
+            network, [x for x, _ in batches], settings, fit_stage=trainer.fit_stage
+        ).network
+    seconds = time.monotonic() - began - trainer.seconds
+    choosing, _ = halves(data.val)
+    fresh = settle_norms(network.module, found.module, loader(chosen, 64), choosing)
+    predict = predictor(found.module)
+    right = torch.cat([predict(x).argmax(1) == y for x, y in loader(data.report, 500)])
+    return {
+        "top1": round(100 * float(right.float().mean()), 2),
+        "macs": cost.count(found.module, data.input.size).macs,
+        "norms": "estimated anew" if fresh else "kept",
+        "selection_s": round(seconds, 1),
+        "training_s": round(trainer.seconds, 1),
+        "right": np.packbits(right.numpy()).tobytes().hex(),
+    }
+
+
+def mcnemar(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Chance of a split at least as uneven if neither were better (exact, both tails)."""
+    from scipy.stats import binomtest
+
+    won, lost = int((ours & ~theirs).sum()), int((theirs & ~ours).sum())
+    return 1.0 if won + lost == 0 else float(binomtest(won, won + lost, 0.5).pvalue)
+
+
+def table(lines: list[dict]) -> None:
+    """Markdown: mean error and spread over the seeds, pooled comparison with dcp."""
+    print("| method | test error, % | spread | against dcp, p | norms | selection, s |")
+    print("|---|---|---|---|---|---|")
+
+    def bits(line: dict) -> np.ndarray:
+        return np.unpackbits(np.frombuffer(bytes.fromhex(line["right"]), np.uint8))[:10_000] > 0
+
+    best = {line["seed"]: bits(line) for line in lines if line["row"] == "dcp"}
+    for row in ROWS:
+        found = [line for line in lines if line["row"] == row]
+        if not found:
+            continue
+        errors = np.array([100 - line["top1"] for line in found])
+        shared = [line for line in found if line["seed"] in best]
+        p = ""
+        if row != "dcp" and shared:
+            ours = np.concatenate([best[line["seed"]] for line in shared])
+            p = f"{mcnemar(ours, np.concatenate([bits(line) for line in shared])):.2g}"
+        spread = f"{errors.std(ddof=1):.2f}" if len(errors) > 1 else ""
+        seconds = np.mean([line["selection_s"] for line in found])
+        norms = ", ".join(sorted({line["norms"] for line in found}))
+        print(f"| {row} | {errors.mean():.2f} | {spread} | {p} | {norms} | {seconds:.0f} |")
+
+
+if __name__ == "__main__":
+    main()
