@@ -193,6 +193,6 @@ def _gate(document: dict[str, Any], limit: float | None) -> GateFailed | None:
         f"{worst['model']} is {worst['ratio']:.2f} times as fast as {worst['baseline']}; "
         f"wanted {limit:g}",
         why=f"interval {worst['low']:.2f} to {worst['high']:.2f} at batch size "
-        f"{worst['batch_size']} with {worst['threads']} threads",
+        f"{worst['batch_size']}, threads {worst['threads']}",
         try_="dcptool bench --profile, which shows where the time goes",
     )

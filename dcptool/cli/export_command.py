@@ -205,7 +205,7 @@ def _text(document: dict[str, Any]) -> str:
             f"{document['file']}: {document['bytes'] / 1e6:.1f} MB, opset {document['opset']}, "
             f"exporter {document['exporter']}",
             f"parity: {parity['samples']} samples, max difference {parity['max_abs']:.2g} "
-            f"(relative {parity['max_rel']:.2g}), same top-1 {parity['top1_agreement']:.1f} %",
+            f"(relative {parity['max_rel']:.2g}), same top-1 on {parity['top1_agreement']:.1f} %",
         ]
         if document["labels"]:
             lines.append(f"labels: {document['labels']}")
@@ -220,7 +220,7 @@ def _int8_lines(found: dict[str, Any]) -> list[str]:
     line = f"int8: {found['layers']} layers, {found['calibration']} on {found['images']} images, "
     if found["top1_before"] is not None:
         line += f"top-1 {found['top1_before']:.2f} before, {found['top1_after']:.2f} after, "
-    lines = [line + f"same top-1 as float {found['agreement']:.1f} %"]
+    lines = [line + f"same top-1 as float on {found['agreement']:.1f} % of these images"]
     if found["skipped"]:
         lines.append(f"left in float: {', '.join(found['skipped'])}")
     return lines

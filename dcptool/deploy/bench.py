@@ -142,7 +142,7 @@ def bench(entries: Sequence[Entry], settings: Settings, *, baseline: int | None 
     with console.progress("bench", total=len(conditions) * (SESSIONS + len(entries))) as task:
         for condition in conditions:
             label = (
-                f"{condition.provider}, batch {condition.batch_size}, {condition.threads} threads"
+                f"{condition.provider}, batch {condition.batch_size}, threads {condition.threads}"
             )
             visits: dict[str, guard.Visit] = {}
             for entry in entries:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dcptool import console
+from dcptool.deploy import profile
 
 _CONDITION = ("model", "provider", "batch", "threads")
 _ROW_KEYS = ("p50_ms", "p90_ms", "p99_ms", "mean_ms", "std_ms")
@@ -23,7 +24,7 @@ def text(document: Mapping[str, Any], *, style: str = "plain") -> str:
     if document.get("torch"):
         parts.append(_torch(document["torch"], style))
     if document.get("profile"):
-        parts.append(_profile(document["profile"], style))
+        parts.append(_profile(document["profile"], document["rows"][0], style))
     machine = document["machine"]
     parts.append(
         f"{machine['cpu']}, {machine['cores']} cores, onnxruntime {machine['onnxruntime']}, "
@@ -63,8 +64,8 @@ def _rows(rows: Sequence[Mapping[str, Any]], style: str) -> str:
 
 
 def _speedups(entries: Sequence[Mapping[str, Any]], style: str) -> str:
-    headers = [*_CONDITION, "against", "speed-up", "95 % interval", "MACs ratio", "efficiency", ""]
-    cells = [
+    headers = [*_CONDITION, "against", "speed-up", "95 % interval", "MACs ratio", "efficiency"]
+    cells: list[tuple[str, ...]] = [
         (
             entry["model"],
             entry["provider"],
@@ -75,11 +76,15 @@ def _speedups(entries: Sequence[Mapping[str, Any]], style: str) -> str:
             f"{entry['low']:.2f} .. {entry['high']:.2f}",
             f"{entry['macs_ratio']:.2f}",
             f"{entry['efficiency']:.2f}",
-            "" if entry["measurable"] else "no measurable difference",
         )
         for entry in entries
     ]
-    return _table(headers, cells, "<<>><>>>><", style)
+    align = "<<>><>>>>"
+    if not all(entry["measurable"] for entry in entries):
+        said = ["" if entry["measurable"] else "no measurable difference" for entry in entries]
+        cells = [(*row, text) for row, text in zip(cells, said, strict=True)]
+        headers, align = [*headers, "note"], align + "<"
+    return _table(headers, cells, align, style)
 
 
 def _torch(rows: Sequence[Mapping[str, Any]], style: str) -> str:
@@ -97,20 +102,25 @@ def _torch(rows: Sequence[Mapping[str, Any]], style: str) -> str:
     return _table(headers, cells, "<>>>>", style)
 
 
-def _profile(rows: Sequence[Mapping[str, Any]], style: str) -> str:
+def _profile(rows: Sequence[Mapping[str, Any]], first: Mapping[str, Any], style: str) -> str:
     models = list(rows[0]["ms"])
+    totals = {model: sum(row["ms"][model] or 0.0 for row in rows) for model in models}
     headers = ["layer", "kind", *(f"{model} ms" for model in models)]
-    cells = [
-        (
-            row["layer"],
-            row["kind"],
-            *("-" if row["ms"][model] is None else f"{row['ms'][model]:.3f}" for model in models),
-        )
-        for row in rows
-    ]
-    totals = [sum(row["ms"][model] or 0.0 for row in rows) for model in models]
-    cells.append(("total", "", *(f"{total:.3f}" for total in totals)))
-    return _table(headers, cells, "<<" + ">" * len(models), style)
+    lines = [*rows, {"layer": "total", "kind": "", "ms": totals}]
+    cells = [[row["layer"], row["kind"], *_times(row["ms"], models)] for row in lines]
+    if len(models) == 2:
+        headers.append("saved ms")
+        for cell, row in zip(cells, lines, strict=True):
+            before, after = (row["ms"][model] or 0.0 for model in models)
+            cell.append(f"{before - after:+.3f}")
+    align = "<<" + ">" * (len(headers) - 2)
+    caption = f"time by layer: {first['provider']}, batch {first['batch_size']}, "
+    caption += f"threads {first['threads']}, median of {profile.RUNS} runs under the profiler"
+    return caption + "\n\n" + _table(headers, cells, align, style)
+
+
+def _times(times: Mapping[str, float | None], models: Sequence[str]) -> list[str]:
+    return ["-" if times[model] is None else f"{times[model]:.3f}" for model in models]
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:

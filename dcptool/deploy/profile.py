@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -132,10 +133,7 @@ def join(proto: onnx.ModelProto, events: Sequence[Mapping[str, object]]) -> Prof
         raise InputError("onnxruntime's profile holds no nodes")
     times: dict[str, float] = defaultdict(float)
     for (name, operator), spent in durations.items():
-        # A name that the runtime gave to several nodes has several events in each run.
-        per_run = len(spent) / (WARMUP_RUNS + RUNS)
-        kept = spent[round(WARMUP_RUNS * per_run) :]
-        times[finder.layer(name, operator) or f"({operator})"] += per_run * sum(kept) / len(kept)
+        times[finder.layer(name, operator) or f"({operator})"] += _per_run(spent)
     kinds: dict[str, str] = {}
     for cost in onnx_cost.layer_costs(proto):
         kinds.setdefault(cost.layer, cost.kind)
@@ -144,6 +142,16 @@ def join(proto: onnx.ModelProto, events: Sequence[Mapping[str, object]]) -> Prof
     ]
     layers += [LayerTime(name, "", ms) for name, ms in sorted(times.items(), key=lambda x: -x[1])]
     return Profile(tuple(layers), sum(layer.ms for layer in layers))
+
+
+def _per_run(spent: Sequence[float]) -> float:
+    """The median over the runs: a neighbour that takes the processor for once is no cost.
+
+    A name that the runtime gave to several nodes has several events in each run.
+    """
+    each = max(1, len(spent) // (WARMUP_RUNS + RUNS))
+    runs = [sum(spent[start : start + each]) for start in range(0, len(spent), each)]
+    return statistics.median(runs[WARMUP_RUNS:] or runs)
 
 
 def document(profiles: Mapping[str, Profile]) -> list[dict[str, object]]:

@@ -207,6 +207,7 @@ def test_profile_names_of_fused_and_renamed_nodes() -> None:
         event("layer1.conv_token_12", "Conv", 2000),
         event("ReorderOutput", "ReorderOutput", 500),
     ] * runs
+    events[15] = event("z0_nchwc", "Conv", 900_000)  # a neighbour took the processor
     found = profile.join(proto, events)
     assert {(layer.layer, layer.ms) for layer in found.layers} == {
         ("layer0.conv", 1.0),
@@ -224,8 +225,18 @@ def test_tables(tmp_path: Path) -> None:
         **bench.bench(entries, settings).document(),
         "machine": {"cpu": "x", "cores": 1, "onnxruntime": "1", "load": 0.0},
     }
+    document["speedup"][0]["measurable"] = True
+    assert "note" not in bench_table.text(document)
     document["speedup"][0]["measurable"] = False
     assert "no measurable difference" in bench_table.text(document)
+    row = {"layer": "conv1", "kind": "Conv", "ms": {"dense": 0.5, "slim": 0.125}}
+    other = {"layer": "(Add)", "kind": "", "ms": {"dense": None, "slim": 0.25}}
+    table = bench_table.text({**document, "profile": [row, other]})
+    assert "time by layer: cpu, batch 1, threads 1" in table
+    lines = [line.split() for line in table.splitlines()]
+    assert ["conv1", "Conv", "0.500", "0.125", "+0.375"] in lines
+    assert ["(Add)", "-", "0.250", "-0.250"] in lines
+    assert ["total", "0.500", "0.375", "+0.125"] in lines
     assert "| m |" in bench_table.text(document, style="markdown")
     lines = bench_table.text(document, style="csv").splitlines()
     assert lines[0].startswith("model,file,provider,batch_size,threads,p50_ms")
