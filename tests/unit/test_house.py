@@ -14,7 +14,8 @@ import click
 import pytest
 
 import dcptool
-from dcptool.cli import app
+from dcptool.cli import app, run_command, sections
+from dcptool.pipeline import recipe
 
 try:
     import tomllib
@@ -157,6 +158,8 @@ def commands() -> Iterator[tuple[str, click.Command]]:
         command = app.group.get_command(context, name)
         assert command is not None
         yield name, command
+        if isinstance(command, click.Group):
+            yield from ((f"{name} {below}", one) for below, one in command.commands.items())
 
 
 @pytest.mark.parametrize(("name", "command"), list(commands()))
@@ -193,6 +196,8 @@ def readme_lines() -> list[str]:
             for part in re.split(r"&&|\|\||[|;<>]|\$\(|\)", text):
                 words = part.strip().split()
                 words = words[1:] if words[:1] in (["if"], ["!"], ["then"]) else words
+                if words[:1] == ["torchrun"]:
+                    words = words[words.index("-m") + 1 :]
                 if words[:1] == ["dcptool"]:
                     found.append(" ".join(words))
     return found
@@ -210,8 +215,40 @@ def test_readme_lines_parse(line):
             app.group.make_context("dcptool", words)
             return
         name, command, rest = app.group.resolve_command(context, words)
+        while isinstance(command, click.Group):
+            name, command, rest = command.resolve_command(context, rest)
         assert command is not None
-        command.make_context(name, rest, parent=context)
+        params = command.make_context(name, rest, parent=context).params
+    if name == "run":
+        # mine.toml is the copy that the line before makes.
+        known = params["recipe"].replace("mine.toml", "quickstart")
+        run_command.check(recipe.read(known, sections.schema(), params["changes"]))
+
+
+def readme_blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
+
+
+def test_readme_shows_a_recipe_that_is_right():
+    (text,) = readme_blocks("toml")
+    schema = sections.schema()
+    if "rates" not in schema["prune"].keys:
+        text = re.sub(r"^\[prune.rates\].*?\n\n", "", text, flags=re.M | re.S)
+    run_command.check(recipe.check("x", text, recipe.parse(text, "x"), schema, where="README"))
+
+
+def test_readme_shows_python_that_exists():
+    called = []
+    for block in readme_blocks("python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("dcptool."):
+                name = ast.unparse(node.func).removeprefix("dcptool.")
+                assert name in dcptool.__all__
+                called.append(name)
+                if name in ("prune", "export", "bench"):
+                    given = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+                    sections.words(name, given)
+    assert set(called) >= {"load", "prune", "run"}
 
 
 def test_changelog_is_of_this_version():
@@ -226,7 +263,16 @@ def test_public_names():
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
     assert public - {"annotations", "Any", "TYPE_CHECKING"} == set(dcptool.__all__)
-    assert dcptool.__all__ == ["analyze", "load"]
+    assert dcptool.__all__ == [
+        "analyze",
+        "bench",
+        "evaluate",
+        "export",
+        "finetune",
+        "load",
+        "prune",
+        "run",
+    ]
 
 
 def test_recipes_are_toml_with_a_purpose():
