@@ -109,9 +109,12 @@ def check(recipe: Any) -> dict[str, dict[str, Any]]:
             try:
                 with one.make_context(step.command, list(words), parent=parent) as context:
                     found[step.name] = dict(context.params)
+                _fit_together(step.command, found[step.name])
             except click.ClickException as err:
                 fault = faults.of_usage(err, [step.command, *words])
                 wrong.append(f"[{step.name}]: {fault.message}: {fault.why}")
+            except UsageError as err:
+                wrong.append(f"[{step.name}]: {err.why or err.message}")
     if wrong:
         raise UsageError(
             f"the recipe {recipe.name} cannot work",
@@ -119,6 +122,20 @@ def check(recipe: Any) -> dict[str, dict[str, Any]]:
             try_="dcptool recipe show quickstart, which is a recipe that works",
         )
     return found
+
+
+def _fit_together(command: str, params: dict[str, Any]) -> None:
+    """What the commands themselves check first, before hours have gone into earlier steps."""
+    if command not in ("prune", "finetune"):
+        return
+    from dcptool.cli.sections import declared
+    from dcptool.cli.selection_options import selection_options, settings_of
+    from dcptool.training.settings import training_of
+
+    if command == "prune":
+        given = {str(param.name): params[str(param.name)] for param in declared(selection_options)}
+        settings_of(given, params["seed"], params["batch_size"])
+    training_of(params)
 
 
 def _combinations(recipe: Any) -> list[str]:
@@ -129,9 +146,6 @@ def _combinations(recipe: Any) -> list[str]:
     if not run.steps_of(recipe):
         names = ", ".join(f"[{step.name}]" for step in run.STEPS)
         wrong.append(f"it has no step: none of {names}")
-    budgets = [key for key in ("rate", "epsilon", "plan") if recipe.get("prune", key) is not None]
-    if len(budgets) > 1:
-        wrong.append(f"prune.{' and prune.'.join(budgets)} exclude each other")
     if recipe.get("gates", "min_speedup") is not None and not recipe.has("bench"):
         wrong.append("gates.min_speedup needs a section [bench], which measures it")
     drop = recipe.get("gates", "max_accuracy_drop")

@@ -44,9 +44,9 @@ def schema() -> Schema:
     """All sections of a recipe."""
     found = {
         "model": Section(
-            {"name": Key(_name), **_keys(_declared(options.model_options))}, required=("name",)
+            {"name": Key(_name), **_keys(declared(options.model_options))}, required=("name",)
         ),
-        "data": Section(_keys(_declared(options.data_options))),
+        "data": Section(_keys(declared(options.data_options))),
     }
     for section in ("analyze", "baseline", "prune", "finetune", "export", "evaluate", "bench"):
         keys = keys_of("finetune" if section == "baseline" else section)
@@ -94,7 +94,9 @@ def words(command: str, given: Mapping[str, Any]) -> list[str]:
     return result
 
 
-def _declared(decorator: Callable[[Any], Any]) -> list[click.Option]:
+def declared(decorator: Callable[[Any], Any]) -> list[click.Option]:
+    """The options that a decorator adds to a command."""
+
     def nothing() -> None: ...
 
     decorated = decorator(nothing)

@@ -232,8 +232,6 @@ def readme_blocks(language: str) -> list[str]:
 def test_readme_shows_a_recipe_that_is_right():
     (text,) = readme_blocks("toml")
     schema = sections.schema()
-    if "rates" not in schema["prune"].keys:
-        text = re.sub(r"^\[prune.rates\].*?\n\n", "", text, flags=re.M | re.S)
     run_command.check(recipe.check("x", text, recipe.parse(text, "x"), schema, where="README"))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import click
 import pytest
 
 from dcptool.cli import app, run_command, sections
@@ -50,6 +49,7 @@ training = false
 keep = ["layer1.*", "layer2.0.*"]
 lambda = 0.5
 [finetune]
+sched = "step"
 kd = false
 decay_milestones = [1.5, 2]
 epochs = 1e-1
@@ -189,7 +189,9 @@ def test_digits_stay_as_they_were_written():
     ("text", "words"),
     [
         ('[model]\nname = "x"\n', "it has no step"),
-        (f"{GOOD}epsilon = 0.1\n", "prune.rate and prune.epsilon exclude each other"),
+        (f"{GOOD}epsilon = 0.1\n", "[prune]: --rate and --epsilon exclude each other"),
+        (GOOD.replace("rate = 0.3", ""), "[prune]: one of --rate, --epsilon and --plan is needed"),
+        (f"{GOOD}[finetune]\nsteps = 1\nepochs = 1\n", "[finetune]: --epochs and --steps say"),
         (f"{GOOD}[gates]\nmin_speedup = 2\n", "gates.min_speedup needs a section [bench]"),
         (f'{GOOD}[data]\nimages = "x"\n[gates]\nmax_accuracy_drop = 1\n', "needs labels"),
     ],
@@ -201,17 +203,11 @@ def test_combinations_that_cannot_work(text, words):
 
 
 def test_rates_of_single_groups_become_options():
-    @click.command()
-    @click.option("--rate-of", multiple=True)
-    def command(rate_of: tuple[str, ...]) -> None: ...
-
-    key = sections._keys(command.params)["rate_of"]
-    assert sections._rates(key, {"layer1.*": 0.2, "fc": 0}) == [
-        "--rate-of=layer1.*=0.2",
-        "--rate-of=fc=0",
-    ]
-    with pytest.raises(ValueError, match=r"the rate of a must be a number, not true"):
-        sections._rates(key, {"a": True})
+    text = f'{GOOD}[prune.rates]\n"layer1.*" = 0.10\n"layer2.0.conv1" = 0\n'
+    assert words(text)[-2:] == ["--rate-of=layer1.*=0.10", "--rate-of=layer2.0.conv1=0"]
+    run_command.check(check(text))
+    why = faults(f'{GOOD}[prune.rates]\n"layer1.*" = true\n')
+    assert "prune.rates: the rate of layer1.* must be a number, not true" in why
 
 
 def test_every_option_is_a_key_or_refused_with_a_reason():
