@@ -24,8 +24,10 @@ def facts_of(folder: Path) -> dict[str, object]:
     data = files.read_bytes(path, what="manifest", limit=files.MANIFEST_LIMIT)
     manifest = artifact.read(folder)
     found: dict[str, object] = {"artifact_sha256": files.sha256(data)}
-    for key in ("method", "rate", "epsilon", "target"):
-        if isinstance(value := manifest.lineage.get(key), str | int | float):
+    pruned = manifest.lineage.get("prune")
+    pruned = pruned if isinstance(pruned, dict) else {}
+    for key in ("method", "rate", "epsilon"):
+        if isinstance(value := pruned.get(key), str | int | float):
             found[key] = value
     for key in ("top1", "top5"):
         if isinstance(value := manifest.metrics.get(key), int | float):

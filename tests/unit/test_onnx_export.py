@@ -15,8 +15,9 @@ from small_network import MEAN, STD, Small, network
 
 from dcptool import __version__
 from dcptool.deploy import export as exporting
-from dcptool.deploy import onnx_cost, onnx_export, onnx_graph, parity
+from dcptool.deploy import onnx_cost, onnx_export, onnx_graph, parity, targets
 from dcptool.errors import GateFailed, InputError, UsageError
+from dcptool.network import artifact, models
 
 
 def run(path: Path, batch: np.ndarray) -> np.ndarray:
@@ -127,6 +128,16 @@ def test_subnormal_weights_are_flushed_after_folding(tmp_path: Path) -> None:
     for tensor in onnx.load(result.file).graph.initializer:
         values = np.abs(numpy_helper.to_array(tensor)).astype(np.float64)
         assert not ((values > 0) & (values < np.finfo(np.float32).tiny)).any(), tensor.name
+
+
+def test_a_file_says_how_its_network_was_pruned(tmp_path: Path) -> None:
+    made = models.load("zoo:resnet20", pretrained=False)
+    cost = {"params": 1, "macs": 2}
+    pruned = {"rate": 0.5, "method": "dcp", "epsilon": None, "samples": 8}
+    artifact.save(made, tmp_path, cost=cost, metrics={"top1": 9.5}, lineage={"prune": pruned})
+    facts = targets.facts_of(tmp_path)
+    assert len(str(facts.pop("artifact_sha256"))) == 64
+    assert facts == {"rate": 0.5, "method": "dcp", "top1": 9.5, **cost}
 
 
 def test_a_perturbed_weight_fails_parity_and_leaves_nothing(
