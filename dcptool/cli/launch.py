@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dcptool import console, files
-from dcptool.cli import app
+from dcptool.cli import app, faults
 from dcptool.errors import DcptoolError, EnvironmentFault, Interrupted
 
 if TYPE_CHECKING:
@@ -55,31 +55,31 @@ def together(device: str) -> Iterator[Dist]:
         console.configure(quiet=True)
     try:
         yield processes.start(device)
-    except DcptoolError as err:
+    except Exception as err:
         if not is_launched():
             raise
-        _write_status(rank, err.code, err.message, err)
-        if rank and STATUS_FOLDER not in os.environ and err.code < 128:
-            sys.stderr.write(f"rank {rank}: {err.lines()}\n")
+        fault = err if isinstance(err, DcptoolError) else faults.of_anything(err)
+        _write_status(rank, fault)
+        if rank and STATUS_FOLDER not in os.environ and fault.code < 128:
+            sys.stderr.write(f"rank {rank}: {fault.lines()}\n")
         if rank or STATUS_FOLDER in os.environ:
             # Said once, by rank 0 or by the command that started all of them.
-            raise click.exceptions.Exit(err.code) from err
-        raise
-    except Exception as err:
-        if is_launched():
-            _write_status(rank, 1, f"{type(err).__name__}: {err}")
-        raise
+            raise click.exceptions.Exit(fault.code) from err
+        if fault is err:
+            raise
+        raise fault from err
     else:
         if is_launched():
-            _write_status(rank, 0, "done")
+            _write_status(rank, None)
     finally:
         _folders.clear()
 
 
-def _write_status(rank: int, code: int, reason: str, fault: DcptoolError | None = None) -> None:
+def _write_status(rank: int, fault: DcptoolError | None) -> None:
     """Record how one rank ended, for the command that started it and beside the run."""
-    document: dict[str, object] = {"rank": rank, "code": code, "reason": reason}
+    document: dict[str, object] = {"rank": rank, "code": 0, "reason": "done"}
     if fault is not None:
+        document |= {"code": fault.code, "reason": fault.message}
         document |= {"why": fault.why, "try": fault.try_}
     told = os.environ.get(STATUS_FOLDER)
     for folder in [*_folders, *([Path(told)] if told else [])]:
