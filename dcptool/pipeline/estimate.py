@@ -104,28 +104,25 @@ def estimate(recipe: Recipe, params: Params) -> dict[str, Any]:
 
 def _open(recipe: Recipe, params: Params) -> tuple[Network, Data | None, str]:
     """The network with random weights, its images, and why there are none."""
-    step = next((s.name for s in steps_of(recipe) if "data_dir" in params[s.name]), None)
     first = next(iter(params.values()))
-    classes = first.get("num_classes")
-    given = params[step] if step else {}
-    spec = images.spec_of(
-        {key: value for key, value in given.items() if key in recipe.schema["data"].keys},
-        seed=first.get("seed", 0),
-        img_size=first.get("img_size"),
-        offline=True,
-    )
-    if step is not None and not spec.is_named:
-        classes = 10
+    reader = next((one for one in params.values() if "data_dir" in one), None)
+    builtin = reader and not any(reader[key] for key in ("data_dir", "dataset", "images"))
     network = artifact.open_target(
         str(recipe.get("model", "name")),
         pretrained=False,
-        num_classes=classes,
+        num_classes=10 if builtin else first.get("num_classes"),
         img_size=first.get("img_size"),
         offline=True,
     )
-    if step is None:
+    if reader is None:
         return network, None, "no step reads images"
     try:
+        spec = images.spec_of(
+            {key: value for key, value in reader.items() if key in recipe.schema["data"].keys},
+            seed=reader["seed"],
+            img_size=reader["img_size"],
+            offline=True,
+        )
         return network, images.open_data(spec, network), ""
     except DcptoolError as err:
         return network, None, f"{err.message}: {err.why}"
