@@ -19,7 +19,8 @@ from dcptool.training.evaluate import predictor
 from dcptool.training.loader import Batches, ImageSet, loader
 from dcptool.training.norms import reestimate_norms
 
-BATCH = 256
+# Small, because the first maps of a network at 224 px take 5 MB and more for each image.
+BATCH = 64
 
 
 @dataclass(frozen=True)

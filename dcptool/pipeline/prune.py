@@ -33,7 +33,7 @@ from dcptool.training.loader import loader
 from dcptool.training.settings import Training
 
 DENSE_WEIGHTS = "dense.safetensors"
-EVALUATION_BATCH = 256
+EVALUATION_BATCH = 64
 
 
 @dataclass(frozen=True)

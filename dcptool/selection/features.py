@@ -6,6 +6,8 @@ there, channel by channel with all taps of a channel together.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +23,10 @@ class Positions:
     rows: Tensor
     columns: Tensor
 
+    def to(self, device: torch.device) -> Positions:
+        """The same on another device."""
+        return Positions(self.rows.to(device), self.columns.to(device))
+
 
 def is_readable(layer: nn.Module) -> bool:
     """Whether the inputs of this layer can be written as rows."""
@@ -33,37 +39,37 @@ def taps(layer: nn.Module) -> int:
 
 
 def choose_positions(
-    output: Tensor,
+    shape: Sequence[int],
+    images: int,
     count: int,
     generator: torch.Generator,
-    whole: int | None = None,
     share: slice = slice(None),
 ) -> Positions:
     """Random positions of a layer's output, as many for each image; all if there are few.
 
-    The output may be a `share` of a batch of `whole` images: an image gets the same positions.
+    `shape` is that of the output for any number of images. With a `share` only the rows of
+    those of the `images` come back, with the positions they have among all.
     """
-    images = output.shape[0]
-    height, width = _grid(output)
+    height, width = _grid(shape)
     total = height * width
     if total <= count:
         flat = torch.arange(total).expand(images, total)
     else:
-        drawn = torch.rand((images if whole is None else whole, total), generator=generator)
-        flat = drawn.topk(count, dim=1).indices[share]
-    flat = flat.to(output.device)
+        flat = torch.rand((images, total), generator=generator).topk(count, dim=1).indices
+    flat = flat[share]
     return Positions(flat // width, flat % width)
 
 
-def _grid(output: Tensor) -> tuple[int, int]:
+def _grid(shape: Sequence[int]) -> tuple[int, int]:
     """Positions of an output: maps have two dimensions of them, tokens one, vectors none."""
-    if output.dim() == 4:
-        return output.shape[2], output.shape[3]
-    return 1, max(1, output[0].numel() // output.shape[-1])
+    if len(shape) == 4:
+        return shape[2], shape[3]
+    return 1, max(1, math.prod(shape[1:-1]))
 
 
 def values_at(output: Tensor, positions: Positions) -> Tensor:
     """Rows (images * count, channels) of an output at the given positions."""
+    positions = positions.to(output.device)
     if output.dim() != 4:
         tokens = output.reshape(output.shape[0], -1, output.shape[-1])
         index = positions.columns.unsqueeze(-1).expand(-1, -1, tokens.shape[-1])
@@ -78,6 +84,7 @@ def rows_at(layer: nn.Module, features: Tensor, positions: Positions) -> Tensor:
     if isinstance(layer, nn.Linear):
         return values_at(features.reshape(features.shape[0], -1, features.shape[-1]), positions)
     assert isinstance(layer, nn.Conv2d)
+    positions = positions.to(features.device)
     (kh, kw), (sh, sw), (dh, dw) = layer.kernel_size, layer.stride, layer.dilation
     padded = padded_input(layer, features)
     images, channels, _, width = padded.shape

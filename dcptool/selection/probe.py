@@ -11,12 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from dcptool.network.base import Cut
 from dcptool.network.graph import ChannelGraph, Group
+from dcptool.network.trace import VALUE
 from dcptool.selection.chain import Chain, Segment, run_from, run_segment
-from dcptool.selection.features import choose_positions, is_readable, rows_at, taps, values_at
+from dcptool.selection.features import (
+    Positions,
+    choose_positions,
+    is_readable,
+    rows_at,
+    taps,
+    values_at,
+)
 from dcptool.selection.gram import Moments
 from dcptool.selection.greedy import Joint, LossAt
 from dcptool.selection.joint import Slopes
@@ -43,6 +51,8 @@ class Probe:
     place: int = 0
     dense_features: Store = field(init=False)
     current_features: Store = field(init=False)
+    _aims: dict[fx.Node, Store] = field(init=False, default_factory=dict)
+    _is_dense_ahead: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.dense_features, self.current_features = Store(self.room), Store(self.room)
@@ -56,6 +66,7 @@ class Probe:
         """Compute the features at the start of segment `place` from the samples."""
         self.dense_features.clear()
         self.current_features.clear()
+        self._forget()
         self.place = place
         for batch in self.samples.batches:
             for root, store in (
@@ -69,18 +80,53 @@ class Probe:
 
     def advance(self) -> None:
         """Go on to the next segment."""
-        for root, store in (
-            (self.dense, self.dense_features),
-            (self.current, self.current_features),
-        ):
-            after = Store(self.room)
-            for (features,) in store:
-                after.add(
-                    run_segment(self.chain, self.segment, root, features)[self.segment.output]
-                )
-            store.clear()
-            store.chunks = after.chunks
+        if not self._is_dense_ahead:
+            self._go_on(self.dense, self.dense_features)
+        self._go_on(self.current, self.current_features)
+        self._forget()
         self.place += 1
+
+    def _go_on(self, root: nn.Module, store: Store) -> None:
+        output = self.segment.output
+        for number, (features,) in enumerate(store):
+            store.replace(number, run_segment(self.chain, self.segment, root, features)[output])
+
+    def _forget(self) -> None:
+        for aims in self._aims.values():
+            aims.clear()
+        self._aims.clear()
+        self._is_dense_ahead = False
+
+    def _aim(self) -> None:
+        """Walk the dense network through the segment once: what all its layers should give.
+
+        Leaves its features at the end of the segment, where the next one starts.
+        """
+        wanted = {
+            node: (target.node if target.is_block else node)
+            for name in self.segment.layers
+            if self.readable(name)
+            for target in [self.target_of(name)]
+            for node in self.chain.calls[name]
+        }
+        draws = {node: self._draw() for node in wanted}
+        self._aims = {node: Store(self.room) for node in wanted}
+        ask = {*wanted.values(), self.segment.output}
+        for number, (features,) in enumerate(self.dense_features):
+            values = run_segment(self.chain, self.segment, self.dense, features, ask)
+            for node, source in wanted.items():
+                at = self._positions(node, number, draws[node])
+                self._aims[node].add(values_at(values[source], at))
+            self.dense_features.replace(number, values[self.segment.output])
+        self._is_dense_ahead = True
+
+    def _draw(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
+
+    def _positions(self, node: fx.Node, batch: int, draw: torch.Generator) -> Positions:
+        """The positions of a layer's output that enter the solution."""
+        shape, images = node.meta[VALUE].shape, self.samples.sizes[batch]
+        return choose_positions(shape, images, self.positions, draw, self.samples.share)
 
     def target_of(self, name: str) -> Target:
         """Where the target of a layer of the present segment is read."""
@@ -126,6 +172,8 @@ class Probe:
         reach = max(self.chain.place_of(name) for name in names)
         last = max(last, reach) if heads and strength else reach
         tail = build_tail(self.chain, names, self.place, last)
+        if self._is_dense_ahead:
+            self.begin(self.place)
         features, targets = Store(self.room), Store(self.room)
         calls = list(tail.readers)
         pairs = zip(self.current_features, self.dense_features, strict=True)
@@ -147,24 +195,25 @@ class Probe:
         return output.index_select(dim, torch.tensor(kept, device=output.device))
 
     def _rows(self, name: str, layer: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """What a layer reads now and what it should give, at the same positions."""
+        if not self._is_dense_ahead:
+            self._aim()
         target = self.target_of(name)
         kept = self.cuts[name].outputs if name in self.cuts else None
-        draw = torch.Generator().manual_seed(self.seed)
         for node in self.chain.calls[name]:
-            want = [node.all_input_nodes[0], node, *([target.other] if target.other else [])]
-            pairs = zip(self.current_features, self.dense_features, self.samples.sizes, strict=True)
-            for (features,), (dense_features,), whole in pairs:
+            draw = self._draw()
+            source = node.all_input_nodes[0]
+            want = [source, *([target.other] if target.other else [])]
+            pairs = zip(self.current_features, self._aims[node], strict=True)
+            for number, ((features,), (aim,)) in enumerate(pairs):
                 now = run_segment(self.chain, self.segment, self.current, features, want)
-                wanted = target.node if target.is_block else node
-                then = run_segment(self.chain, self.segment, self.dense, dense_features, [wanted])
-                at = choose_positions(now[node], self.positions, draw, whole, self.samples.share)
-                aim = values_at(then[wanted], at)
+                at = self._positions(node, number, draw)
                 if kept is not None:
                     aim = aim[:, list(kept)]
                 if target.other is not None:
                     scale, shift = norm_scale(self.current, target.norm, aim.shape[1])
                     aim = invert(aim - values_at(now[target.other], at), scale, shift)
-                yield rows_at(layer, now[want[0]], at), aim
+                yield rows_at(layer, now[source], at), aim
 
     def zeros(self, name: str, group: Group) -> Tensor | None:
         """Share of zeros of each unit where `name` reads it; None if the activation has none."""
@@ -197,16 +246,16 @@ class Probe:
         source = node.all_input_nodes[0]
         bias = layer.bias if isinstance(layer.bias, Tensor) else None
         slopes = Slopes.empty(len(self.weights(name)), len(self.graph.sites[name].outputs))
-        draw = torch.Generator().manual_seed(self.seed)
-        batches = zip(self.current_features, losses, self.samples.sizes, strict=True)
-        for (start,), loss_at, whole in batches:
+        draw = self._draw()
+        batches = zip(self.current_features, losses, strict=True)
+        for number, ((start,), loss_at) in enumerate(batches):
             with torch.no_grad():
                 features = tail.features(self.current, start)
             with torch.enable_grad():
                 weight = layer.weight.detach().requires_grad_()
                 found = tail.finish(self.current, features, {name: (weight, bias)}, [node, end])
                 (gradient,) = torch.autograd.grad(loss_at(found[end]), found[node])
-            at = choose_positions(gradient, self.positions, draw, whole, self.samples.share)
+            at = self._positions(node, number, draw)
             read = dict(zip(tail.frontier, features, strict=True)).get(source)
             if read is None:
                 read = run_segment(self.chain, self.segment, self.current, start, [source])[source]

@@ -1,4 +1,7 @@
-"""Features of all samples, in chunks: in memory while they fit, on disk above a limit."""
+"""Features of all samples, in chunks: in memory while they fit, on disk above a limit.
+
+What is on disk is read chunk by chunk and not mapped, so that it does not count as memory.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Spilled:
+    """A tensor in a file."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        """The values."""
+        data = bytearray(self.path.read_bytes())
+        return torch.frombuffer(data, dtype=self.dtype).view(self.shape)
+
+
+Kept = Tensor | Spilled
 
 
 @dataclass
@@ -25,42 +44,32 @@ class Room:
     used: int = 0
     _scratch: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
     _count: int = 0
-    _files: dict[int, Path] = field(default_factory=dict, repr=False)
 
-    def keep(self, tensor: Tensor) -> Tensor:
+    def keep(self, tensor: Tensor) -> Kept:
         """The same values, in memory or in a file."""
         size = tensor.numel() * tensor.element_size()
-        if self.used + size <= self.limit_bytes:
+        if self.used + size <= self.limit_bytes or not size:
             self.used += size
             return tensor
         if self._scratch is None:
             self._scratch = tempfile.TemporaryDirectory(prefix=".features-", dir=self.folder)
         self._count += 1
         path = Path(self._scratch.name) / f"{self._count}.bin"
-        array = np.memmap(path, dtype=_numpy_type(tensor), mode="w+", shape=tuple(tensor.shape))
-        array[...] = tensor.numpy()
-        kept = torch.from_numpy(array)
-        self._files[kept.data_ptr()] = path
-        return kept
+        tensor.numpy().tofile(path)
+        return Spilled(path, tuple(tensor.shape), tensor.dtype)
 
-    def release(self, tensor: Tensor) -> None:
+    def release(self, kept: Kept) -> None:
         """Give the room of a kept tensor back."""
-        path = self._files.pop(tensor.data_ptr(), None)
-        if path is not None:
-            path.unlink(missing_ok=True)
+        if isinstance(kept, Spilled):
+            kept.path.unlink(missing_ok=True)
         else:
-            self.used -= tensor.numel() * tensor.element_size()
+            self.used -= kept.numel() * kept.element_size()
 
     def close(self) -> None:
         """Remove all files."""
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None
-            self._files.clear()
-
-
-def _numpy_type(tensor: Tensor) -> np.dtype:
-    return tensor.numpy().dtype
 
 
 @dataclass
@@ -68,17 +77,26 @@ class Store:
     """A list of chunks of one or more tensors each."""
 
     room: Room
-    chunks: list[tuple[Tensor, ...]] = field(default_factory=list)
+    chunks: list[tuple[Kept, ...]] = field(default_factory=list)
 
     def add(self, *tensors: Tensor) -> None:
         """Keep one chunk."""
-        self.chunks.append(tuple(self.room.keep(t.detach().cpu().contiguous()) for t in tensors))
+        self.chunks.append(self._kept(tensors))
+
+    def replace(self, number: int, *tensors: Tensor) -> None:
+        """Keep other tensors in place of one chunk."""
+        for kept in self.chunks[number]:
+            self.room.release(kept)
+        self.chunks[number] = self._kept(tensors)
+
+    def _kept(self, tensors: tuple[Tensor, ...]) -> tuple[Kept, ...]:
+        return tuple(self.room.keep(t.detach().cpu().contiguous()) for t in tensors)
 
     def clear(self) -> None:
         """Give all room back."""
         for chunk in self.chunks:
-            for tensor in chunk:
-                self.room.release(tensor)
+            for kept in chunk:
+                self.room.release(kept)
         self.chunks.clear()
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
@@ -86,7 +104,8 @@ class Store:
 
     def at(self, number: int) -> tuple[Tensor, ...]:
         """One chunk, on the device that the work is done on."""
-        return tuple(tensor.to(self.room.device) for tensor in self.chunks[number])
+        found = (k.read() if isinstance(k, Spilled) else k for k in self.chunks[number])
+        return tuple(tensor.to(self.room.device) for tensor in found)
 
     def __len__(self) -> int:
         return len(self.chunks)

@@ -166,7 +166,7 @@ def test_rows_times_weights_are_the_layers_output(name: str) -> None:
     layer = LAYERS[name]
     images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     output = layer(images)
-    at = choose_positions(output, 6, torch.Generator().manual_seed(1))
+    at = choose_positions(output.shape, len(output), 6, torch.Generator().manual_seed(1))
     rows = rows_at(layer, images, at)
     assert rows.shape == (12, 3 * taps(layer))
     bias = layer.bias if layer.bias is not None else 0
@@ -179,7 +179,7 @@ def test_rows_of_same_padding() -> None:
     layer = Conv2dSame(3, 4, 3, stride=2)
     images = torch.randn(2, 3, 9, 9)
     output = layer(images)
-    at = choose_positions(output, 100, torch.Generator().manual_seed(1))
+    at = choose_positions(output.shape, len(output), 100, torch.Generator().manual_seed(1))
     got = rows_at(layer, images, at) @ layer.weight.flatten(1).T + layer.bias
     assert torch.allclose(got, values_at(output, at), atol=1e-5)
 
@@ -188,7 +188,7 @@ def test_rows_of_a_linear_layer_on_tokens() -> None:
     layer = nn.Linear(6, 4)
     tokens = torch.randn(3, 7, 6)
     output = layer(tokens)
-    at = choose_positions(output, 5, torch.Generator().manual_seed(0))
+    at = choose_positions(output.shape, len(output), 5, torch.Generator().manual_seed(0))
     got = rows_at(layer, tokens, at) @ layer.weight.T + layer.bias
     assert torch.allclose(got, values_at(output, at), atol=1e-5)
 
@@ -200,8 +200,8 @@ def test_grouped_and_transposed_layers_are_not_solved_for() -> None:
 
 def test_positions_are_distinct_and_seeded() -> None:
     output = torch.zeros(2, 3, 5, 5)
-    first = choose_positions(output, 10, torch.Generator().manual_seed(4))
-    again = choose_positions(output, 10, torch.Generator().manual_seed(4))
+    first = choose_positions(output.shape, len(output), 10, torch.Generator().manual_seed(4))
+    again = choose_positions(output.shape, len(output), 10, torch.Generator().manual_seed(4))
     flat = first.rows * 5 + first.columns
     assert all(len(set(row.tolist())) == 10 for row in flat)
     assert torch.equal(first.rows, again.rows)
