@@ -16,7 +16,7 @@ import pytest
 import dcptool
 from dcptool.cli import app
 from dcptool.errors import GateFailed
-from dcptool.pipeline import run, runstate
+from dcptool.pipeline import recipe, run, runstate
 
 RECIPE = """# Small enough for a test.
 
@@ -182,6 +182,17 @@ def test_dry_run_writes_nothing(place, capsys):
     assert "prune/model.safetensors" in text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(recipe.shipped()))
+def test_shipped_recipes_dry_run_without_their_images(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert app.run(["run", name, "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bytes"] > 1e6
+    assert bool(found["seconds"]) == (name == "quickstart")
+    assert list(tmp_path.iterdir()) == []
+
+
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "dcptool", "run", "mine.toml", *words],
@@ -225,7 +236,6 @@ def test_a_run_that_is_stopped_says_how_to_go_on(place, capsys):
 
 def _recipe(*words: str):
     from dcptool.cli import sections
-    from dcptool.pipeline import recipe
 
     changes = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
     return recipe.read("mine.toml", sections.schema(), changes)
