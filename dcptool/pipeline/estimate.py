@@ -223,7 +223,7 @@ def _pruning(
         rows = samples * min(params["positions"], 64)
         solving = 2 * rows * columns**2 + 4 * columns**3
         total += solving / speed.flops
-    return total + WALKS * samples * speed.forward
+    return float(total + WALKS * samples * speed.forward)
 
 
 def _files(step: Step, sides: tuple[Mapping[str, Any], Mapping[str, Any]]) -> tuple[list[str], int]:
