@@ -53,7 +53,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run,
         cost={"params": params},
         metrics={"top1": 91.5},
-        lineage={"rate": 0.3, "method": "dcp"},
+        lineage={"prune": {"rate": 0.3, "method": "dcp"}},
     )
     rundir.set_latest(run)
     return work
