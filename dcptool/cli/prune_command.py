@@ -126,6 +126,7 @@ def _work(
 ) -> dict[str, Any] | None:
     from dcptool import files
     from dcptool.cli import launch
+    from dcptool.network import artifact
     from dcptool.pipeline import prune as pipeline
     from dcptool.pipeline import prune_record, rundir
     from dcptool.training import dist as processes
@@ -155,7 +156,8 @@ def _work(
         if dist.is_writer:
             stack.enter_context(files.lock_folder(folder))
             if resume is None:
-                plain = recorded.plain({**options, "model": model})
+                lasting = Path(model) if artifact.is_artifact(model) else model
+                plain = recorded.plain({**options, "model": lasting})
                 files.publish_json(folder / OPTIONS_FILE, plain)
         document = pipeline.prune(
             network,

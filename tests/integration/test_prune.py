@@ -172,6 +172,40 @@ def test_stopped_and_resumed_is_the_same_network(place: Path, photos: Path) -> N
     assert "finished" in again.stderr
 
 
+@pytest.mark.parametrize(
+    "solver", [["--no-training"], ["--solver", "sgd", "--stage-steps", "0", "--epsilon", "0.05"]]
+)
+def test_two_processes_choose_what_one_does(place: Path, tmp_path: Path, solver: list[str]) -> None:
+    options = ["prune", "zoo:resnet20", "--no-pretrained", "--samples", "33", "--seed", "3"]
+    options += ["--positions", "16", "--batch-size", "16", "--json", "--keep", "layer3*", *solver]
+    budget = [] if "--epsilon" in solver else ["--rate", "0.5"]
+    for name, more in (("one", []), ("two", ["--nproc-per-node", "2"])):
+        done = _run(place, *options, *budget, "-o", str(tmp_path / name), *more)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["proof"]["difference"] < 1e-4
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "steps.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    assert [line["kept"] for line in one] == [line["kept"] for line in two]
+    assert len(one) == 6
+
+
+def test_orders_are_reused_and_it_is_said_where_not(place: Path, photos: Path) -> None:
+    options = ["prune", "test_resnet", "--no-pretrained", "--no-training", "--images", str(photos)]
+    options += ["--samples", "32", "--positions", "16", "--json"]
+    assert _run(place, *options, "--rate", "0.5", "-o", "half").returncode == 0
+    less = _run(place, *options, "--rate", "0.25", "--reuse", "half", "-o", "quarter")
+    assert less.returncode == 0, less.stderr
+    assert "ordered anew" not in less.stderr
+    more = _run(place, *options, "--rate", "0.75", "--reuse", "half", "-o", "most")
+    assert more.returncode == 0, more.stderr
+    assert "ordered anew" in more.stderr
+    none = _run(place, *options, "--rate", "0.75", "--reuse", "photos", "-o", "nothing")
+    assert none.returncode == 3
+    assert not (place / "nothing").exists()
+
+
 def test_plan_by_hand(place: Path, photos: Path) -> None:
     plan = place / "plan.json"
     emitted = _run(place, "analyze", "test_resnet", "--rate", "0.5", "--emit-plan", str(plan))

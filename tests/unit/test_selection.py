@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from fractions import Fraction
 
@@ -20,7 +21,7 @@ from dcptool.selection.gram import Moments
 from dcptool.selection.heads import WithHead, head_loss, new_head
 from dcptool.selection.methods import METHODS
 from dcptool.selection.methods.question import Question
-from dcptool.selection.settings import Selection, stop_by_epsilon
+from dcptool.selection.settings import Recorded, Selection, stop_by_epsilon
 from dcptool.selection.stages import Progress, plan_stages, select
 from dcptool.selection.store import Room, Store
 from dcptool.selection.tail import build_tail
@@ -325,10 +326,20 @@ def test_stages_train_and_order_by_the_joint_loss() -> None:
 
 @pytest.mark.parametrize("stop_at", [1, 3, 5])
 @pytest.mark.parametrize("solver", ["gram", "sgd"])
-def test_going_on_from_any_edge_gives_the_same_network(stop_at: int, solver: str) -> None:
+@pytest.mark.parametrize("residual", [False, True])
+def test_going_on_from_any_edge_gives_the_same_network(
+    stop_at: int, solver: str, residual: bool
+) -> None:
     network, images = _network(), _images()
     target = "conv" if solver == "sgd" else "block"
-    settings = Selection(rate=Fraction("0.5"), positions=16, losses=1, solver=solver, target=target)
+    settings = Selection(
+        rate=Fraction("0.5"),
+        positions=16,
+        losses=1,
+        solver=solver,
+        target=target,
+        prune_residual=residual,
+    )
     fitted: list[int] = []
 
     def fit_stage(module: nn.Module, pivot: str | None, number: int, is_fitted: bool):
@@ -360,6 +371,61 @@ def test_going_on_from_any_edge_gives_the_same_network(stop_at: int, solver: str
     got = rest.network.module.state_dict()
     assert all(torch.equal(wanted[k], got[k]) for k in wanted)
     assert rest.network.cuts == whole.network.cuts
+
+
+def test_residual_groups_are_chosen_from_all_their_readers() -> None:
+    """A channel that only the first block reads is kept, although the last one is blind to it."""
+    network, images = _network(), _images()
+    with torch.no_grad():
+        for block in (network.module.two, network.module.three):
+            block.conv1.weight[:, 3] = 0.0
+        network.module.head.weight[:, 3] = 0.0
+        network.module.one.conv1.weight[:, 3] *= 30.0
+    settings = Selection(rate=Fraction("0.5"), positions=64, prune_residual=True)
+    choices = {c.group: c for c in select(network, images, settings).choices}
+    assert 3 in choices["stem"].kept
+    assert len(choices["stem"].kept) == 4
+
+
+def test_rates_by_pattern() -> None:
+    settings = Selection(rate=Fraction("0.5"), rates={"one.*": Fraction(0)}, positions=16)
+    choices = {c.group: len(c.kept) for c in select(_network(), _images(), settings).choices}
+    assert choices == {"one.conv1": 12, "two.conv1": 5, "three.conv1": 3}
+
+
+def test_orders_of_an_earlier_run_where_they_hold() -> None:
+    network, images = _network(), _images()
+    half = Selection(rate=Fraction("0.5"), positions=16)
+    first = select(network, images, half)
+    orders = {c.group: Recorded(c.units, c.order, c.losses, c.smallest) for c in first.choices}
+    # A smaller rate is a later point on the same way down, a larger one was never reached.
+    third = select(network, images, replace(half, rate=Fraction("0.25"), reuse=orders))
+    for choice in third.choices:
+        assert choice.order == orders[choice.group].order
+        assert set(choice.kept) == set(choice.order[: len(choice.kept)])
+    group = build_graph(network.module, SPEC.size).open_groups()[0]
+    assert replace(half, rate=Fraction("0.75"), reuse=orders).recorded(group) is None
+    assert Selection(epsilon=0.1, reuse=orders).recorded(group) is None
+    whole = select(network, images, Selection(epsilon=0.1, positions=16))
+    orders = {c.group: Recorded(c.units, c.order, c.losses, c.smallest) for c in whole.choices}
+    assert Selection(epsilon=0.01, reuse=orders).recorded(group) is not None
+    assert replace(half, rate=Fraction("0.75"), reuse=orders).recorded(group) is not None
+
+
+def test_the_heads_loss_alone_orders_by_it() -> None:
+    network, images = _network(), _images()
+    labels = torch.arange(8) % 5
+
+    def loss(value: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(value, labels, reduction="sum")
+
+    def kept(strength: float) -> list[tuple[int, ...]]:
+        settings = Selection(rate=Fraction("0.5"), positions=16, discrimination=strength, losses=1)
+        found = select(network, images, settings, fit_stage=lambda *_: [loss] * len(images))
+        return [choice.kept for choice in found.choices]
+
+    assert len(kept(math.inf)) == 3
+    assert kept(math.inf) != kept(0.0)
 
 
 def test_head_sees_the_pivot_and_is_gone_afterwards() -> None:
