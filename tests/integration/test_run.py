@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dcptool
-from dcptool.cli import app
+from dcptool.cli import app, sections
 from dcptool.errors import GateFailed
 from dcptool.pipeline import recipe, run, runstate
 
@@ -53,9 +55,12 @@ min_speedup = 0.01
 """
 
 
+NAMES = ["analyze", "prune", "finetune", "export", "evaluate", "bench"]
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a recipe, random weights, and one whole run of it."""
+    """A folder with a recipe, random weights, and in runs/ one whole run of it."""
     folder = tmp_path_factory.mktemp("run")
     before = Path.cwd()
     os.chdir(folder)
@@ -63,26 +68,33 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         target = "--safetensors=dense.safetensors"
         assert app.run(["export", "zoo:resnet20", "--no-pretrained", "-q", target]) == 0
         Path("mine.toml").write_text(RECIPE)
+        (folder / "first.json").write_text(json.dumps(dcptool.run("mine.toml")))
         yield folder
     finally:
         os.chdir(before)
 
 
-def document(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict:
+@pytest.fixture
+def runs(place: Path, request: pytest.FixtureRequest) -> str:
+    """A copy of that run, for one test alone."""
+    shutil.copytree(place / "runs", place / request.node.name, symlinks=True)
+    return str(request.node.name)
+
+
+def document(
+    capsys: pytest.CaptureFixture[str], runs: str, *words: str, code: int = 0
+) -> dict[str, Any]:
     capsys.readouterr()
-    assert app.run(["run", "mine.toml", "--json", *words]) == code
+    assert app.run(["run", "mine.toml", "--json", "--runs-dir", runs, *words]) == code
     return json.loads(capsys.readouterr().out)
 
 
-def skipped(found: dict) -> list[str]:
+def skipped(found: dict[str, Any]) -> list[str]:
     return [step["name"] for step in found["steps"] if step["skipped"]]
 
 
-NAMES = ["analyze", "prune", "finetune", "export", "evaluate", "bench"]
-
-
-def test_a_run_does_each_step_once(place, capsys):
-    found = document(capsys)
+def test_a_run_does_each_step(place):
+    found = json.loads((place / "first.json").read_text())
     assert [step["name"] for step in found["steps"]] == NAMES
     assert skipped(found) == []
     assert found["run"] == "runs/mine-001"
@@ -98,80 +110,82 @@ def test_a_run_does_each_step_once(place, capsys):
     assert Path("runs/mine-001/recipe.toml").read_text() == RECIPE
     assert sum(p.numel() for p in dcptool.load("runs/latest").parameters()) < 272474
 
-    again = document(capsys)
-    assert again["run"] == found["run"]
-    assert skipped(again) == NAMES
-    assert again["summary"] == found["summary"]
-    assert app.run(["run", "mine.toml"]) == 0
+
+def test_and_does_it_once(place, runs, capsys):
+    found = document(capsys, runs)
+    assert found["run"] == f"{runs}/mine-001"
+    assert skipped(found) == NAMES
+    assert found["summary"] == json.loads((place / "first.json").read_text())["summary"]
+    assert app.run(["run", "mine.toml", "--runs-dir", runs]) == 0
     seen = capsys.readouterr()
     assert "gate max_accuracy_drop" in seen.out
     assert "prune (there)" in seen.out
 
 
-def test_changed_settings_use_what_has_not_changed(place, capsys):
-    found = document(capsys, "--set", "finetune.steps=1")
-    assert found["run"] == "runs/mine-002"
+def test_changed_settings_use_what_has_not_changed(runs, capsys):
+    found = document(capsys, runs, "--set", "finetune.steps=1")
+    assert found["run"] == f"{runs}/mine-002"
     assert skipped(found) == ["analyze", "prune"]
-    pruned = found["steps"][1]["document"]
-    assert pruned["artifact"] == "runs/mine-002/prune"
-    first, second = (Path(f"runs/mine-00{n}/prune") for n in (1, 2))
+    first, second = (Path(runs) / f"mine-00{n}" / "prune" for n in (1, 2))
     assert (first / "manifest.json").read_bytes() == (second / "manifest.json").read_bytes()
     # Every run folder is whole by itself.
     dcptool.load(second)
+    # Damaged weights are noticed, and taken from the other run.
+    weights = first / "model.safetensors"
+    good = weights.read_bytes()
+    weights.write_bytes(good[:-1])
+    assert skipped(document(capsys, runs)) == NAMES
+    assert weights.read_bytes() == good
 
 
-def test_a_result_that_is_damaged_or_gone_is_made_again(place, capsys):
-    Path("runs/mine-001/finetune/model.onnx").unlink()
-    found = document(capsys)
-    assert found["run"] == "runs/mine-001"
+def test_a_result_that_is_gone_is_made_again(runs, capsys):
+    Path(runs, "mine-001/finetune/model.onnx").unlink()
+    found = document(capsys, runs)
+    assert found["run"] == f"{runs}/mine-001"
     assert "export" not in skipped(found)
-    assert "prune" in skipped(found)
-    state = json.loads(Path("runs/mine-001/run.json").read_text())
-    weights = Path("runs/mine-001/prune/model.safetensors")
-    weights.write_bytes(weights.read_bytes()[:-1])
-    # The same weights lie in another run, and are taken from there.
-    found = document(capsys)
-    assert "prune" in skipped(found)
-    assert runstate._sha256(weights) == state["steps"]["prune"]["files"]["prune/model.safetensors"]
+    assert "finetune" in skipped(found)
 
 
-def test_inputs_that_changed_are_noticed(place):
-    folder = place / "photos" / "train" / "cat"
+def test_inputs_that_changed_are_noticed(tmp_path):
+    folder = tmp_path / "photos" / "train" / "cat"
     folder.mkdir(parents=True)
-    before = runstate.stamp(place / "photos")
-    assert runstate.stamp(place / "photos") == before
+    before = runstate.stamp(tmp_path / "photos")
+    assert runstate.stamp(tmp_path / "photos") == before
     os.utime(folder, ns=(1, 1))
-    assert runstate.stamp(place / "photos") != before
-    weights = place / "dense.safetensors"
+    assert runstate.stamp(tmp_path / "photos") != before
+    weights = tmp_path / "weights"
+    weights.write_bytes(b"1")
     one = runstate.stamp(weights)
-    assert one != runstate.stamp(place / "mine.toml")
     os.utime(weights, ns=(1, 1))
     assert runstate.stamp(weights) == one
+    weights.write_bytes(b"2")
+    assert runstate.stamp(weights) != one
 
 
-def test_gates_decide_the_exit_code(place, capsys):
-    found = document(capsys, "--set", "gates.min_speedup=1000", code=4)
+def test_gates_decide_the_exit_code(runs, capsys):
+    found = document(capsys, runs, "--set", "gates.min_speedup=1000", code=4)
     assert found["error"]["code"] == 4
     assert "min_speedup: the limit is 1000" in found["error"]["why"]
     assert [gate["ok"] for gate in found["gates"]] == [True, False]
     assert skipped(found) == NAMES
     with pytest.raises(GateFailed, match="1 of 2 gates did not hold"):
-        dcptool.run("mine.toml", settings={"gates.min_speedup": 1000})
+        dcptool.run("mine.toml", settings={"gates.min_speedup": 1000}, runs_dir=runs)
     assert capsys.readouterr().out == ""
 
 
-def test_python_runs_recipes_too(place, capsys):
-    found = dcptool.run("mine.toml")
+def test_python_runs_recipes_too(runs, capsys):
+    capsys.readouterr()
+    found = dcptool.run("mine.toml", runs_dir=runs)
     assert found["command"] == "run"
     assert skipped(found) == NAMES
     assert dcptool.evaluate(found["artifact"], split="val")["images"] == 200
     assert capsys.readouterr() == ("", "")
 
 
-def test_dry_run_writes_nothing(place, capsys):
-    before = sorted(Path("runs").rglob("*"))
-    found = document(capsys, "--dry-run", "--set", "prune.rate=0.3")
-    assert sorted(Path("runs").rglob("*")) == before
+def test_dry_run_writes_nothing(place, runs, capsys):
+    before = sorted(Path(runs).rglob("*"))
+    found = document(capsys, runs, "--dry-run", "--set", "prune.rate=0.3")
+    assert sorted(Path(runs).rglob("*")) == before
     assert [step["name"] for step in found["steps"]] == NAMES
     assert found["seconds"] > 1
     assert found["slim"]["params"] == 194378
@@ -211,10 +225,10 @@ def wait_for(folder: Path, pattern: str, process: subprocess.Popen[str]) -> None
         time.sleep(0.05)
 
 
-def test_a_run_that_is_stopped_says_how_to_go_on(place, capsys):
+def test_a_run_that_is_stopped_says_how_to_go_on(place, runs, capsys):
     long = ("--set", "finetune.steps=5000", "--set", "finetune.log_interval=1")
-    process = start(place, *long, "--runs-dir", "other")
-    folder = place / "other" / "mine-001"
+    process = start(place, *long, "--runs-dir", runs)
+    folder = Path(runs) / "mine-002"
     try:
         wait_for(folder / "finetune", "metrics.jsonl", process)
         process.send_signal(signal.SIGTERM)
@@ -223,29 +237,23 @@ def test_a_run_that_is_stopped_says_how_to_go_on(place, capsys):
         process.kill()
     assert process.returncode == 143
     assert "--set finetune.steps=5000" in text
-    assert "--runs-dir other --resume" in text
+    assert f"--runs-dir {runs} --resume" in text
     # Without --resume a step that was stopped in its middle is not touched.
-    mine, runs = _recipe(*long), place / "other"
-    assert runstate.choose(mine, runs, resume=True, half_done=run._half_done) == folder
-    fresh = runstate.choose(mine, runs, resume=False, half_done=run._half_done)
-    assert fresh.name == "mine-002"
+    changes = [word for word in long if word != "--set"]
+    mine = recipe.read("mine.toml", sections.schema(), changes)
+    assert runstate.choose(mine, Path(runs), resume=True, half_done=run._half_done) == folder
+    fresh = runstate.choose(mine, Path(runs), resume=False, half_done=run._half_done)
+    assert fresh.name == "mine-003"
     # Other settings cannot go on with it, and it is said which.
-    found = document(capsys, "--runs-dir", "other", "--resume", code=3)
-    assert "finetune.steps: 5000 -> 2" in found["error"]["why"]
+    found = document(capsys, runs, "--resume", "--set", "finetune.steps=3", code=3)
+    assert "finetune.steps: 5000 -> 3" in found["error"]["why"]
 
 
-def _recipe(*words: str):
-    from dcptool.cli import sections
-
-    changes = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
-    return recipe.read("mine.toml", sections.schema(), changes)
-
-
-def test_a_run_that_was_killed_goes_on_in_the_middle_of_a_step(place, capsys):
-    words = ["--set", "finetune.steps=40", "--set", "finetune.log_interval=1", "--runs-dir", "r"]
+def test_a_run_that_was_killed_goes_on_in_the_middle_of_a_step(place, runs, capsys):
+    words = ["--set", "finetune.steps=40", "--set", "finetune.log_interval=1"]
     words += ["--set", "finetune.save_every=0"]
-    process = start(place, *words)
-    folder = place / "r" / "mine-001" / "finetune"
+    process = start(place, *words, "--runs-dir", runs)
+    folder = Path(runs) / "mine-002" / "finetune"
     try:
         wait_for(folder / "checkpoints", "state-00000002-*.safetensors", process)
         process.kill()
@@ -253,18 +261,18 @@ def test_a_run_that_was_killed_goes_on_in_the_middle_of_a_step(place, capsys):
     finally:
         process.kill()
     assert process.returncode == -9
-    found = document(capsys, *words, "--resume")
-    assert found["run"] == "r/mine-001"
+    found = document(capsys, runs, *words, "--resume")
+    assert found["run"] == f"{runs}/mine-002"
     assert skipped(found) == ["analyze", "prune"]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if "loss" in row]
     assert steps == sorted(set(steps)), "steps done before were done again"
     assert steps[-1] == 40
-    assert not (place / "r" / "mine-002").exists()
+    assert not Path(runs, "mine-003").exists()
 
 
-def test_several_processes_inside_a_run(place, capsys):
-    found = document(capsys, "--set", "finetune.nproc_per_node=2", "--runs-dir", "two")
+def test_several_processes_inside_a_run(runs, capsys):
+    found = document(capsys, runs, "--set", "finetune.nproc_per_node=2")
     tuned = next(step for step in found["steps"] if step["name"] == "finetune")["document"]
     assert tuned["steps"] == 2
     assert "DCPTOOL_DOCUMENT" not in os.environ
