@@ -38,6 +38,13 @@ selection_options = packed(
         help="Units to keep of each group, as `analyze --emit-plan` writes it.",
     ),
     click.option(
+        "--widths",
+        type=click.Choice(["uniform", "curves"]),
+        default="uniform",
+        show_default=True,
+        help="The rate in every group, or at the same MACs where it loses least.",
+    ),
+    click.option(
         "--method",
         type=click.Choice(["dcp", "random", "l1", "apoz", "thinet", "cp"]),
         default="dcp",
@@ -125,6 +132,8 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int) -> Selection:
         faults.append(f"--{' and --'.join(named)} exclude each other")
     if not named:
         faults.append("one of --rate, --epsilon and --plan is needed")
+    if given["widths"] == "curves" and given["rate"] is None:
+        faults.append("--widths curves spreads the MACs of a --rate")
     if given["rates"] and given["rate"] is None:
         faults.append("--rate-of needs a --rate for all other groups")
     if given["epsilon"] is not None and not 0 < given["epsilon"] < 1:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from dcptool.network.graph import build_graph
 from dcptool.pipeline import prune_record
 from dcptool.pipeline.agreement import Agreement, agree, halves, settle_norms
 from dcptool.pipeline.stage_training import SAVE_EVERY_S, StagePlan, StageTrainer
+from dcptool.selection import curves
 from dcptool.selection.settings import Selection
 from dcptool.selection.stages import Listen, Outcome, Progress, nothing_to_prune, select
 from dcptool.training import signals
@@ -33,6 +34,7 @@ from dcptool.training.loader import loader
 from dcptool.training.settings import Training
 
 DENSE_WEIGHTS = "dense.safetensors"
+WIDTHS_FILE = "widths.json"
 EVALUATION_BATCH = 64
 
 
@@ -116,10 +118,12 @@ def prune(
     if dist.is_writer:
         prune_record.begin(folder, start.choices if start is not None else ())
     selection_began = time.monotonic()
+    images = [x for x, _ in batches]
+    settings = _with_widths(network, images, job, folder, dist)
     with _edges(memory, trainer, job, dist) as edge:
         outcome = select(
             network,
-            [x for x, _ in batches],
+            images,
             settings,
             fit_stage=trainer.fit_stage if trainer else None,
             report=lambda choice: prune_record.record(folder, choice) if dist.is_writer else None,
@@ -188,6 +192,26 @@ def prune(
     prune_record.clear_checkpoints(folder)
     dist.barrier()
     return document
+
+
+def _with_widths(
+    network: Network, images: list[Tensor], job: Job, folder: Path, dist: Dist
+) -> Selection:
+    """The settings with a width for each group, where they are to come from the curves."""
+    settings = job.selection
+    if settings.widths != "curves":
+        return settings
+    path = folder / WIDTHS_FILE
+    if dist.broadcast(path.is_file()):
+        saved: Any = files.read_json(path, what="the widths of the run")["widths"]
+        return replace(settings, plan={str(k): int(v) for k, v in saved.items()})
+    found = curves.measure(network, images, settings, dist, job.device)
+    widths = curves.widths_at_rate(network, settings, found)
+    if dist.is_writer:
+        errors = {name: [float(f"{e:.4g}") for e in curve] for name, curve in found.items()}
+        files.publish_json(path, {"widths": widths, "curves": errors})
+    dist.barrier()
+    return replace(settings, plan=widths)
 
 
 def _whole(batches: list[tuple[Tensor, Tensor]], dist: Dist) -> list[tuple[Tensor, Tensor]]:
@@ -276,6 +300,8 @@ def _gates(job: Job, agreement: Agreement) -> list[dict[str, object]]:
 
 
 def _budget(settings: Selection) -> dict[str, object]:
+    if settings.widths == "curves":
+        return {"rate": float(settings.rate or 0), "widths": "curves"}
     if settings.plan is not None:
         return {"plan": dict(settings.plan)}
     if settings.epsilon is not None:

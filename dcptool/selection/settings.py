@@ -33,6 +33,7 @@ class Selection:
     epsilon: float | None = None
     plan: Mapping[str, int] | None = None
     rates: Mapping[str, Fraction] = field(default_factory=dict)
+    widths: str = "uniform"
     method: str = "dcp"
     solver: str = "gram"
     target: str = "block"

@@ -188,15 +188,15 @@ class Stage:
             for place in range(first, last + 1):
                 for name in self.probe.segment.layers:
                     if name in readers and self.probe.readable(name):
-                        moments = self._weighed(name, self.probe.moments(name, None))
+                        moments = self.weighed(name, self.probe.moments(name, None))
                         # Errors of readers count relative to what each of them has to explain.
                         weights = self.probe.weights(name) * self.probe.output_weights(name)
-                        seen[name] = _relative(moments), weights
+                        seen[name] = relative(moments), weights
                 if place < last:
                     self.probe.advance()
         for group in groups:
             problems = {
-                name: (self._about(seen[name][0], name, group), self._left(seen[name][1], name))
+                name: (self.about(seen[name][0], name, group), self._left(seen[name][1], name))
                 for name in group.consumers
                 if name in seen
             }
@@ -206,7 +206,7 @@ class Stage:
                 self._mask(name)
             decided(choice)
 
-    def _about(self, moments: Moments, name: str, group: Group) -> Moments:
+    def about(self, moments: Moments, name: str, group: Group) -> Moments:
         """Moments of what is left of a reader's columns, with the units of one group."""
         kept = torch.nonzero(self._kept_columns(name)).flatten()
         unit = torch.cat([self.probe.units(name, group), torch.tensor([-1])])[kept]
@@ -233,7 +233,7 @@ class Stage:
             moments = {name: self.probe.moments(name, group) for name in local}
         problems = {
             name: (
-                self._weighed(name, found),
+                self.weighed(name, found),
                 self.probe.weights(name) * self.probe.output_weights(name),
             )
             for name, found in moments.items()
@@ -338,7 +338,7 @@ class Stage:
             )
         return ranking
 
-    def _weighed(self, name: str, moments: Moments) -> Moments:
+    def weighed(self, name: str, moments: Moments) -> Moments:
         """Moments with errors weighed as they count, in the joint loss where there is one.
 
         For the order only: one Newton step of the head's loss with its empirical curvature
@@ -396,7 +396,7 @@ def _unsolvable(group: Group) -> InputError:
     )
 
 
-def _relative(moments: Moments) -> Moments:
+def relative(moments: Moments) -> Moments:
     """The same problem with a target of variance one."""
     size = moments.variance
     return Moments(
