@@ -23,6 +23,7 @@ from dcptool.pipeline import prune_record
 from dcptool.pipeline.agreement import Agreement, agree, halves, settle_norms
 from dcptool.pipeline.stage_training import SAVE_EVERY_S, StagePlan, StageTrainer
 from dcptool.selection import curves
+from dcptool.selection.probe import Tick
 from dcptool.selection.settings import Selection
 from dcptool.selection.stages import Listen, Outcome, Progress, nothing_to_prune, select
 from dcptool.training import signals
@@ -120,7 +121,7 @@ def prune(
     selection_began = time.monotonic()
     images = [x for x, _ in batches]
     settings = _with_widths(network, images, job, folder, dist)
-    with _edges(memory, trainer, job, dist) as edge:
+    with _edges(memory, trainer, job, dist) as (edge, tick):
         outcome = select(
             network,
             images,
@@ -128,6 +129,7 @@ def prune(
             fit_stage=trainer.fit_stage if trainer else None,
             report=lambda choice: prune_record.record(folder, choice) if dist.is_writer else None,
             edge=edge,
+            tick=tick,
             start=start,
             dist=dist,
             device=job.device,
@@ -227,20 +229,31 @@ def _whole(batches: list[tuple[Tensor, Tensor]], dist: Dist) -> list[tuple[Tenso
 @contextmanager
 def _edges(
     memory: Checkpoints, trainer: StageTrainer | None, job: Job, dist: Dist
-) -> Iterator[Listen]:
-    """Between two layers: save the state now and then, and end there after a signal."""
+) -> Iterator[tuple[Listen, Tick]]:
+    """Save the state between two layers now and then, and end with it after a signal."""
+    latest: list[Progress] = []
+
+    def save() -> None:
+        if dist.is_writer and latest:
+            memory.save(prune_record.tree(latest[-1], trainer.head if trainer else None))
+
     with signals.watch() as flag:
 
-        def edge(progress: Progress) -> None:
+        def tick() -> None:
             number = int(dist.largest(flag.number or 0))
-            if dist.is_writer and (number or memory.due()):
-                memory.save(prune_record.tree(progress, trainer.head if trainer else None))
             if number:
+                save()
                 dist.barrier()
-                done = f"{len(progress.choices)} groups decided, state saved"
+                done = f"{len(latest[-1].choices) if latest else 0} groups decided, state saved"
                 raise Interrupted(number, message=f"stopped: {done}", try_=job.resume_command)
 
-        yield edge
+        def edge(progress: Progress) -> None:
+            latest[:] = [progress]
+            if memory.due():
+                save()
+            tick()
+
+        yield edge, tick
 
 
 def _stage_plan(job: Job, folder: Path, marks: dict[str, str]) -> StagePlan:

@@ -6,7 +6,7 @@ network and for the one being pruned, and runs no further than asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,14 @@ from dcptool.selection.store import Room, Store
 from dcptool.selection.tail import build_tail
 from dcptool.selection.targets import Target, find_target, invert, norm_scale
 
+# Called for every batch that is read, while no weight has changed since the last edge; may raise
+# to end the work.
+Tick = Callable[[], None]
+
+
+def nothing() -> None:
+    """Go on."""
+
 
 @dataclass
 class Probe:
@@ -48,6 +56,7 @@ class Probe:
     positions: int
     seed: int
     target: str
+    tick: Tick
     place: int = 0
     dense_features: Store = field(init=False)
     current_features: Store = field(init=False)
@@ -113,6 +122,7 @@ class Probe:
         self._aims = {node: Store(self.room) for node in wanted}
         ask = {*wanted.values(), self.segment.output}
         for number, (features,) in enumerate(self.dense_features):
+            self.tick()
             values = run_segment(self.chain, self.segment, self.dense, features, ask)
             for node, source in wanted.items():
                 at = self._positions(node, number, draws[node])
@@ -206,6 +216,7 @@ class Probe:
             want = [source, *([target.other] if target.other else [])]
             pairs = zip(self.current_features, self._aims[node], strict=True)
             for number, ((features,), (aim,)) in enumerate(pairs):
+                self.tick()
                 now = run_segment(self.chain, self.segment, self.current, features, want)
                 at = self._positions(node, number, draw)
                 if kept is not None:
@@ -249,6 +260,7 @@ class Probe:
         draw = self._draw()
         batches = zip(self.current_features, losses, strict=True)
         for number, ((start,), loss_at) in enumerate(batches):
+            self.tick()
             with torch.no_grad():
                 features = tail.features(self.current, start)
             with torch.enable_grad():

@@ -25,7 +25,7 @@ from dcptool.selection.greedy import LossAt, choose
 from dcptool.selection.joint import join, weigh
 from dcptool.selection.methods import METHODS
 from dcptool.selection.methods.question import Question, filter_sums
-from dcptool.selection.probe import Probe
+from dcptool.selection.probe import Probe, Tick, nothing
 from dcptool.selection.samples import Samples
 from dcptool.selection.settings import Selection, stop_by_epsilon
 from dcptool.selection.store import Room
@@ -69,8 +69,10 @@ class Stage:
         samples: Samples,
         pivot: str | None,
         losses: Sequence[LossAt],
+        tick: Tick = nothing,
     ) -> None:
         self.settings = settings
+        self.tick = tick
         self.pivot, self.losses = pivot, losses
         self.graph = build_graph(current, network.input.size)
         names = [site.name for site in self.graph.sites.values() if site.is_dense]
@@ -86,6 +88,7 @@ class Stage:
             settings.positions,
             settings.seed,
             settings.target,
+            tick,
         )
         self.current = current
         self.dist = samples.dist
@@ -116,10 +119,11 @@ class Stage:
                 report(choice)
 
         with torch.no_grad():
+            edge(first, skip)
             wide = [group for group in self._spanning(last) if group.name not in known]
             if wide:
+                self._decide_first(wide, decided, lambda: edge(first, skip))
                 first, skip = min(first, *[self._begins(group) for group in wide]), 0
-                self._decide_first(wide, decided)
             decided_at = self._decisions(last)
             changed = bool(self.removed or self.probe.cuts)
             self.probe.begin(first)
@@ -127,9 +131,11 @@ class Stage:
                 for number, name in enumerate(self.probe.segment.layers):
                     if place == first and number < skip:
                         continue
-                    edge(place, number)
+                    if not decided_at.get(name):
+                        edge(place, number)
                     groups = [g for g in decided_at.get(name, []) if g.name not in known]
                     for group in groups:
+                        edge(place, number)
                         decided(self._decide(group))
                         changed = True
                     if not groups and changed and self.refits and self._solves(name):
@@ -171,10 +177,13 @@ class Stage:
                 found.setdefault(max(group.consumers, key=order.__getitem__), []).append(group)
         return found
 
-    def _decide_first(self, groups: Sequence[Group], decided: Report) -> None:
+    def _decide_first(
+        self, groups: Sequence[Group], decided: Report, edge: Callable[[], None]
+    ) -> None:
         """Choose channels of groups with readers in several segments, from all their readers."""
         if self._walks():
             for group in groups:
+                edge()
                 self.probe.begin(self._begins(group))
                 names = [name for name in group.consumers if self._is_solvable(name)]
                 decided(self._decide_by_walking(group, names))
@@ -275,6 +284,11 @@ class Stage:
             question = Question(group, (), (), empty, None, self.settings.seed)
             order = METHODS["random"].order(question).order
         with console.progress(group.name, self.settings.kept(group) or len(group.units)) as task:
+
+            def step(_unit: int, loss: float, _norm: float) -> None:
+                self.tick()
+                task.advance(1, f"loss {loss:.4g}")
+
             found = choose(
                 joint,
                 {name: self.probe.channel_units(name, group) for name in local},
@@ -282,7 +296,7 @@ class Stage:
                 count=self.settings.kept(group),
                 epsilon=self.settings.epsilon,
                 order=order,
-                step=lambda _unit, loss, _norm: task.advance(1, f"loss {loss:.4g}"),
+                step=step,
             )
         joint.features.clear()
         joint.targets.clear()

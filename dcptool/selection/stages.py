@@ -19,6 +19,7 @@ from dcptool.network.graph import ChannelGraph, build_graph
 from dcptool.network.surgery import Proof, compose, cut, plan_cuts, prove
 from dcptool.selection.chain import build_chain
 from dcptool.selection.greedy import LossAt
+from dcptool.selection.probe import Tick, nothing
 from dcptool.selection.samples import share
 from dcptool.selection.settings import Selection
 from dcptool.selection.stage import Choice, Report, Stage
@@ -64,6 +65,7 @@ def select(
     fit_stage: FitStage | None = None,
     report: Report | None = None,
     edge: Listen | None = None,
+    tick: Tick = nothing,
     start: Progress | None = None,
     dist: Dist = SINGLE,
     device: str = "cpu",
@@ -72,9 +74,10 @@ def select(
 
     `fit_stage(module, pivot, stage, is_fitted)` fine-tunes before a stage and gives the head's
     losses; without it nothing is trained and channels are ordered by reconstruction alone.
-    `edge` hears of the progress between two layers and may raise to end the work; `start` is
-    such a progress to go on from, with the same result as if there had been no end. Several
-    processes each hand in all images and work on their rows of each batch.
+    `edge` hears of the progress between two layers and may raise to end the work, as may `tick`,
+    which is called more often: the last progress holds until the next. `start` is such a progress
+    to go on from, with the same result as if there had been no end. Several processes each hand
+    in all images and work on their rows of each batch.
     """
     graph = build_graph(network.module, network.input.size)
     if not settings.groups(graph):
@@ -101,7 +104,9 @@ def select(
                 if fit_stage is not None:
                     losses = fit_stage(current, pivot, number, goes_on)
                 current.eval().to(device)
-                stage = Stage(network, dense, current, cuts, settings, room, samples, pivot, losses)
+                stage = Stage(
+                    network, dense, current, cuts, settings, room, samples, pivot, losses, tick
+                )
                 stage.removed = set(start.removed) if start is not None and goes_on else set()
                 skip = start.layer if start is not None and goes_on else 0
 

@@ -1,8 +1,8 @@
 """Test error right after pruning, method by method, with everything else the same.
 
     python tests/benchmarks/methods.py CIFAR_DIR WEIGHTS_DIR RESULTS.jsonl
-        [--network resnet20_a] [--solver sgd] [--rate 0.5] [--seeds 0] [--samples 256]
-        [--stage-steps 50] [--only dcp,l1]
+        [--network resnet20_a] [--solver sgd] [--rate 0.5 | --rate epsilon=0.01] [--seeds 0]
+        [--samples 256] [--stage-steps 50] [--only dcp,l1]
 
 Appends one line for each run to RESULTS.jsonl and leaves out what is there, so that it can be
 stopped and started again. Then prints the table of all lines with the same conditions, with a
@@ -98,8 +98,10 @@ def run(given: argparse.Namespace, row: str, seed: int) -> dict:
     data = open_data(DataSpec(data_dir=given.cifar, seed=seed, **unit), network)
     network.input = data.input
     is_loop = given.solver == "sgd"
+    _, sign, epsilon = given.rate.partition("epsilon=")
     settings = Selection(
-        rate=Fraction(given.rate),
+        rate=None if sign else Fraction(given.rate),
+        epsilon=float(epsilon) if sign else None,
         solver=given.solver,
         target="conv" if is_loop else "block",
         score="gradient" if is_loop else "rise",
@@ -136,7 +138,8 @@ def run(given: argparse.Namespace, row: str, seed: int) -> dict:
     right = torch.cat([predict(x).argmax(1) == y for x, y in loader(data.report, 500)])
     return {
         "top1": round(100 * float(right.float().mean()), 2),
-        "macs": cost.count(found.module, data.input.size).macs,
+        "macs": (counted := cost.count(found.module, data.input.size)).macs,
+        "params": counted.params,
         "norms": "estimated anew" if fresh else "kept",
         "selection_s": round(seconds, 1),
         "training_s": round(trainer.seconds, 1),

@@ -361,16 +361,33 @@ def test_going_on_from_any_edge_gives_the_same_network(
         if len(seen) == stop_at:
             raise Enough
 
+    def goes_on_from(start: Progress) -> None:
+        rest = select(network, images, settings, fit_stage=fit_stage, start=start)
+        assert fitted == [0, 1]
+        assert rest.choices == whole.choices
+        wanted = whole.network.module.state_dict()
+        got = rest.network.module.state_dict()
+        assert all(torch.equal(wanted[k], got[k]) for k in wanted)
+        assert rest.network.cuts == whole.network.cuts
+
     fitted.clear()
     with pytest.raises(Enough):
         select(network, images, settings, fit_stage=fit_stage, edge=edge)
-    rest = select(network, images, settings, fit_stage=fit_stage, start=seen[-1])
-    assert fitted == [0, 1]
-    assert rest.choices == whole.choices
-    wanted = whole.network.module.state_dict()
-    got = rest.network.module.state_dict()
-    assert all(torch.equal(wanted[k], got[k]) for k in wanted)
-    assert rest.network.cuts == whole.network.cuts
+    goes_on_from(seen[-1])
+
+    # Stopped in the middle of a layer: the last edge still holds, without a copy of its weights.
+    seen.clear()
+    fitted.clear()
+    ticks: list[int] = []
+
+    def tick() -> None:
+        ticks.append(0)
+        if len(ticks) == 2 * stop_at:
+            raise Enough
+
+    with pytest.raises(Enough):
+        select(network, images, settings, fit_stage=fit_stage, edge=seen.append, tick=tick)
+    goes_on_from(seen[-1])
 
 
 def test_residual_groups_are_chosen_from_all_their_readers() -> None:
