@@ -59,6 +59,13 @@ selection_options = packed(
         help="Closed form, or the paper's loop: two walks over the samples for each channel.",
     ),
     click.option(
+        "--loop-epochs",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        help="Passes of --solver sgd over the samples after each channel.",
+    ),
+    click.option(
         "--target",
         type=click.Choice(["block", "conv"]),
         help="Reconstruct the next residual sum (gram), or the layer's own output (sgd).",
@@ -105,7 +112,7 @@ selection_options = packed(
     click.option(
         "--cache-gb",
         type=click.FloatRange(0),
-        default=4.0,
+        default=3.0,
         show_default=True,
         help="Features above this much memory go to disk.",
     ),

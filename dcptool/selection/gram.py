@@ -7,11 +7,14 @@ rank `taps` for each; the exact minimiser over what is kept is one solve. No wal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from dcptool.errors import GateFailed
 
 RIDGE = 1e-4
 
@@ -83,7 +86,7 @@ def backward_order(
     states: list[_Elimination] = []
     losses = [0.0]
     for problem in problems:
-        inverse = _inverse(_regularised(problem, ridge))
+        inverse = torch.cholesky_inverse(_factor(_regularised(problem, ridge)))
         weights = inverse @ problem.c
         left = problem.energy.sum() - (problem.c * weights).sum()
         losses[0] += float(left.clamp_min(0))
@@ -233,8 +236,19 @@ class _Elimination:
             self.rank = 0
 
 
-def _inverse(matrix: Tensor) -> Tensor:
-    return torch.cholesky_inverse(torch.linalg.cholesky(matrix))
+def _factor(matrix: Tensor) -> Tensor:
+    """Cholesky factor; with fewer rows than columns, rounding may ask for a little more ridge."""
+    factor: Tensor
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    more = 1e-9 * float(matrix.diagonal().mean().clamp_min(1e-30))
+    while int(failed):
+        matrix = matrix.clone()
+        matrix.diagonal().add_(more)
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        if not math.isfinite(more):
+            raise GateFailed("a layer's features are not finite", why="they overflow")
+        more *= 10.0
+    return factor
 
 
 def _ridge(moments: Moments, ridge: float) -> Tensor:
@@ -265,11 +279,7 @@ def refit(
         right = right + penalty[:, None] * toward[columns]
     matrix = moments.s[columns][:, columns]
     matrix.diagonal().add_(penalty)
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    if int(failed):
-        solved = torch.linalg.lstsq(matrix, right).solution
-    else:
-        solved = torch.cholesky_solve(right, factor)
+    solved = torch.cholesky_solve(right, _factor(matrix))
     weights = torch.zeros_like(moments.c)
     weights[columns] = solved
     return weights

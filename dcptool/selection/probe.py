@@ -288,6 +288,21 @@ class Probe:
         inside = all(node in segment.nodes for node in self.chain.calls[name])
         return inside and is_readable(self.current.get_submodule(name))
 
+    def depends(self, later: str, earlier: str) -> bool:
+        """Whether what a layer of the present segment reads depends on another one's output."""
+        goal = set(self.chain.calls[earlier])
+        todo = [node for call in self.chain.calls[later] for node in call.all_input_nodes]
+        inside = set(self.segment.nodes)
+        seen: set[fx.Node] = set()
+        while todo:
+            node = todo.pop()
+            if node in goal:
+                return True
+            if node in inside and node not in seen:
+                seen.add(node)
+                todo += node.all_input_nodes
+        return False
+
     def output_weights(self, name: str) -> Tensor:
         """How much an error of each output weighs in what the target stands for."""
         target = self.target_of(name)

@@ -36,6 +36,7 @@ class Selection:
     widths: str = "uniform"
     method: str = "dcp"
     solver: str = "gram"
+    loop_epochs: int = 1
     target: str = "block"
     score: str = "rise"
     discrimination: float = 1.0
@@ -46,7 +47,7 @@ class Selection:
     keep: tuple[str, ...] = ()
     losses: int | None = None
     ridge: float = 1e-4
-    cache_gb: float = 4.0
+    cache_gb: float = 3.0
     batch_size: int = 64
     seed: int = 0
     reuse: Mapping[str, Recorded] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from dcptool.network.base import Cut, Network
 from dcptool.network.graph import Group, build_graph
 from dcptool.selection.chain import Chain, build_chain
 from dcptool.selection.gram import Moments, Ranking, refit
-from dcptool.selection.greedy import LossAt, choose
+from dcptool.selection.greedy import LossAt, Sgd, choose
 from dcptool.selection.joint import join, weigh
 from dcptool.selection.methods import METHODS
 from dcptool.selection.methods.question import Question, filter_sums
@@ -251,9 +251,14 @@ class Stage:
         if self.settings.method == "apoz" and local:
             zeros = self.probe.zeros(local[0], group)
         choice = self._keep(group, self._rank(group, problems, zeros))
+        solved: list[str] = []
         for name in group.consumers:
             if self.refits and name in moments:
-                self._refit(name, moments[name], ridge=self.settings.ridge)
+                # What a gate lets through has changed with the layer that feeds the gate.
+                stale = any(self.probe.depends(name, earlier) for earlier in solved)
+                known = self.probe.moments(name, group) if stale else moments[name]
+                self._refit(name, known, ridge=self.settings.ridge)
+                solved.append(name)
             else:
                 self._mask(name)
         return choice
@@ -296,6 +301,7 @@ class Stage:
                 count=self.settings.kept(group),
                 epsilon=self.settings.epsilon,
                 order=order,
+                sgd=Sgd(epochs=self.settings.loop_epochs),
                 step=step,
             )
         joint.features.clear()

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/methods.py CIFAR_DIR WEIGHTS_DIR RESULTS.jsonl
         [--network resnet20_a] [--solver sgd] [--rate 0.5 | --rate epsilon=0.01] [--seeds 0]
-        [--samples 256] [--stage-steps 50] [--only dcp,l1]
+        [--samples 256] [--loop-epochs 1] [--stage-steps 50] [--only dcp,l1]
 
 Appends one line for each run to RESULTS.jsonl and leaves out what is there, so that it can be
 stopped and started again. Then prints the table of all lines with the same conditions, with a
@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--stage-steps", type=int, default=50)
     parser.add_argument("--stage-lr", type=float, default=0.005)
+    parser.add_argument("--loop-epochs", type=int, default=1)
     parser.add_argument("--only", default=",".join(ROWS))
     given = parser.parse_args()
     console.configure(quiet=True)
@@ -67,18 +68,25 @@ def main() -> None:
         key: getattr(given, key)
         for key in ("network", "solver", "rate", "samples", "stage_steps", "stage_lr")
     }
+    if given.loop_epochs > 1:
+        conditions["loop_epochs"] = given.loop_epochs
+
+    def same(line: dict) -> bool:
+        return line.get("loop_epochs", 1) == given.loop_epochs
+
     for seed in map(int, given.seeds.split(",")):
         for row in given.only.replace(", ", "; ").split(","):
             row = row.replace("; ", ", ")
             key = {**conditions, "row": row, "seed": seed}
-            if any(all(line[k] == v for k, v in key.items()) for line in read(given.results)):
+            if any(key.items() <= line.items() and same(line) for line in read(given.results)):
                 continue
             found = {**key, **run(given, row, seed)}
             with given.results.open("a") as stream:
                 stream.write(json.dumps(found) + "\n")
             shown = {k: v for k, v in found.items() if k != "right"}
             print(json.dumps(shown), flush=True)
-    table([line for line in read(given.results) if conditions.items() <= line.items()])
+    lines = read(given.results)
+    table([line for line in lines if conditions.items() <= line.items() and same(line)])
 
 
 def read(path: Path) -> list[dict]:
@@ -103,6 +111,7 @@ def run(given: argparse.Namespace, row: str, seed: int) -> dict:
         rate=None if sign else Fraction(given.rate),
         epsilon=float(epsilon) if sign else None,
         solver=given.solver,
+        loop_epochs=given.loop_epochs,
         target="conv" if is_loop else "block",
         score="gradient" if is_loop else "rise",
         samples=given.samples,
