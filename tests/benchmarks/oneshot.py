@@ -1,0 +1,199 @@
+"""Pruning with no training and no labels, against what other ways leave at the same counts.
+
+    python tests/benchmarks/oneshot.py CIFAR_DIR SHARED_DATA_DIR RESULTS.jsonl
+        [--networks mobilenetv2_100,resnet56_a] [--rates 0.1,...,0.7]
+        [--rows ours,curves,l1,random,tp-magnitude,tp-taylor] [--images 100,300,1000]
+
+Appends a line for each run and leaves out what is there; then prints the table. All rows cut the
+same groups to the same counts (`curves` spreads the same MACs) and see the same calibration images,
+without labels but for Taylor, which needs them. torch-pruning's networks get batch-norm statistics
+measured anew on those images; ours where held-out calibration images say so. Accuracy is on images
+that took no part in anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import resource
+import time
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from dcptool import console
+from dcptool.network import cost, models
+from dcptool.network.base import Network
+from dcptool.network.graph import build_graph
+from dcptool.pipeline.agreement import agree, halves, settle_norms
+from dcptool.selection import curves
+from dcptool.selection.settings import Selection
+from dcptool.selection.stages import select
+from dcptool.training.data import Data, DataSpec, open_data, samples
+from dcptool.training.evaluate import predictor
+from dcptool.training.loader import loader
+from dcptool.training.norms import reestimate_norms
+
+NETWORKS = {
+    "mobilenetv2_100": ("timm:mobilenetv2_100", "mobilenetv2_100"),
+    "tf_efficientnet_lite0": ("timm:tf_efficientnet_lite0", "tf_efficientnet_lite0"),
+    "squeezenet1_1": ("torchvision:squeezenet1_1", "torchvision_squeezenet1_1"),
+    "resnet56_a": ("zoo:resnet56_a", "cifar10_resnet56_a"),
+    "resnet56_b": ("zoo:resnet56", "cifar10_resnet56_b"),
+}
+ROWS = ("ours", "curves", "l1", "random", "tp-magnitude", "tp-taylor")
+RATES = "0.1,0.2,0.3,0.4,0.5,0.6,0.7"
+
+
+def main() -> None:
+    """Run what is missing, then print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cifar", type=Path)
+    parser.add_argument("shared", type=Path)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--networks", default=",".join(NETWORKS))
+    parser.add_argument("--rates", default=RATES)
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--images", default="1000")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    console.configure(quiet=True)
+    for name in given.networks.split(","):
+        for count in map(int, given.images.split(",")):
+            for rate in given.rates.split(","):
+                for row in given.rows.split(","):
+                    key = {
+                        "network": name,
+                        "images": count,
+                        "rate": rate,
+                        "row": row,
+                        "seed": given.seed,
+                    }
+                    if any(key.items() <= line.items() for line in read(given.results)):
+                        continue
+                    found = {**key, **run(given, name, count, rate, row)}
+                    with given.results.open("a") as stream:
+                        stream.write(json.dumps(found) + "\n")
+                    print(json.dumps(found), flush=True)
+    table(read(given.results))
+
+
+def read(path: Path) -> list[dict]:
+    """All lines that are whole."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def open_all(given: argparse.Namespace, name: str) -> tuple[Network, Data]:
+    """The network with its weights, and its images."""
+    model, file = NETWORKS[name]
+    path = given.shared / "weights" / f"{file}.safetensors"
+    network = models.load(model, checkpoint=path)
+    small = name.startswith("resnet56")
+    unit = {"mean": (0.0,) * 3, "std": (1.0,) * 3} if name == "resnet56_b" else {}
+    folder = given.cifar if small else given.shared / "imagenet2k"
+    data = open_data(DataSpec(data_dir=folder, seed=given.seed, **unit), network)
+    network.input = data.input
+    return network, data
+
+
+def run(given: argparse.Namespace, name: str, count: int, rate: str, row: str) -> dict:
+    """One network at one rate by one way: accuracy, agreement, seconds, memory."""
+    network, data = open_all(given, name)
+    # A tenth of the calibration images is held out, as `prune --images` does.
+    chosen = samples(data, count, given.seed)
+    order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(given.seed))
+    held = max(2, len(chosen) // 10)
+    fit = chosen.subset(order[held:].sort().values.numpy(), "samples")
+    choosing, reporting = halves(chosen.subset(order[:held].sort().values.numpy(), "held out"))
+    batches = list(loader(fit, 64))
+    images = [x for x, _ in batches]
+    mirrored = [*images, *[x.flip(3) for x in images]]
+    began = time.monotonic()
+    settings = Selection(rate=Fraction(rate), samples=count, seed=given.seed)
+    if row.startswith("tp-"):
+        slim = torch_pruning(network, settings, batches, row)
+        reestimate_norms(slim, loader(fit, 64))
+        norms = "estimated anew"
+    else:
+        method = row if row in ("l1", "random") else "dcp"
+        settings = replace(settings, method=method)
+        if row == "curves":
+            found = curves.measure(network, mirrored, settings)
+            settings = replace(settings, plan=curves.widths_at_rate(network, settings, found))
+        slim = select(network, mirrored, settings).network.module
+        fresh = settle_norms(network.module, slim, loader(fit, 64), choosing)
+        norms = "estimated anew" if fresh else "kept"
+    seconds = time.monotonic() - began
+    answer = agree(network.module, slim, reporting)
+    predict = predictor(slim)
+    right = torch.cat([predict(x).argmax(1) == y for x, y in loader(data.report, 64)])
+    return {
+        "top1": round(100 * float(right.float().mean()), 2),
+        "agreement": round(answer.top1, 2),
+        "kl": round(answer.kl, 4),
+        "macs": cost.count(slim, data.input.size).macs,
+        "norms": norms,
+        "seconds": round(seconds, 1),
+        "peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+    }
+
+
+def torch_pruning(
+    network: Network, settings: Selection, batches: list, row: str
+) -> torch.nn.Module:
+    """torch-pruning with one of its criteria, on the groups and counts that ours cuts."""
+    import torch_pruning as tp
+
+    module = copy.deepcopy(network.module).eval()
+    graph = build_graph(network.module, network.input.size)
+    wanted = {}
+    for group in settings.groups(graph):
+        share = 1 - (settings.kept(group) or 0) / len(group.units)
+        wanted |= {module.get_submodule(producer): share for producer in group.producers}
+    if row == "tp-taylor":
+        importance = tp.importance.GroupTaylorImportance()
+        for x, y in batches:
+            F.cross_entropy(module(x), y).backward()
+    else:
+        importance = tp.importance.GroupMagnitudeImportance(p=1)
+    pruner = tp.pruner.BasePruner(
+        module,
+        batches[0][0][:1],
+        importance=importance,
+        pruning_ratio=0.0,
+        pruning_ratio_dict=wanted,
+    )
+    pruner.step()
+    return module
+
+
+def table(lines: list[dict]) -> None:
+    """Markdown: accuracy of each way, network by network."""
+    print("| network | images | rate | " + " | ".join(ROWS) + " |")
+    print("|---" * (3 + len(ROWS)) + "|")
+    keys = dict.fromkeys((line["network"], line["images"], line["rate"]) for line in lines)
+    for key in sorted(keys):
+        found = {
+            line["row"]: line["top1"]
+            for line in lines
+            if (line["network"], line["images"], line["rate"]) == key
+        }
+        cells = [f"{found[row]:.1f}" if row in found else "" for row in ROWS]
+        print(f"| {key[0]} | {key[1]} | {key[2]} | " + " | ".join(cells) + " |")
+    from scipy.stats import spearmanr
+
+    for name in dict.fromkeys(line["network"] for line in lines):
+        of = [line for line in lines if line["network"] == name]
+        if len(of) > 3:
+            rank = spearmanr([x["agreement"] for x in of], [x["top1"] for x in of]).statistic
+            print(f"rank correlation of agreement and accuracy, {name}: {rank:.3f} ({len(of)})")
+
+
+if __name__ == "__main__":
+    main()
