@@ -145,7 +145,8 @@ def _work(
         network, data = _open(model, options, device, dist)
         if data.labelled:
             check_classes(network, data)
-        pipeline.check(network, data, settings, training=not options["no_training"])
+        training_wanted = not options["no_training"]
+        pipeline.check(network, data, settings, training=training_wanted, processes=dist.world)
         made = None
         if dist.is_writer:
             made = resume or _folder(model, settings, options)

@@ -58,13 +58,22 @@ class Job:
     resume_command: str = ""
 
 
-def check(network: Network, data: Data, settings: Selection, *, training: bool) -> None:
+def check(
+    network: Network, data: Data, settings: Selection, *, training: bool, processes: int = 1
+) -> None:
     """Refuse what cannot work, before anything is written."""
     if training and not data.labelled:
         raise UsageError(
             "images without labels cannot train",
             why="the stages of DCP are fine-tuned with labels",
             try_="add --no-training, or give labels with --data-dir",
+        )
+    images = min(settings.samples or len(data.train), len(data.train))
+    if images < processes:
+        raise UsageError(
+            f"{images} samples for {processes} processes",
+            why="every process needs at least one",
+            try_="more --samples, or fewer processes",
         )
     graph = build_graph(network.module, data.input.size)
     if settings.plan is None:
@@ -91,6 +100,12 @@ def check(network: Network, data: Data, settings: Selection, *, training: bool) 
             why="\n".join(faults[:10]),
             try_=f"dcptool analyze {network.base} --emit-plan plan.json",
         )
+    if not settings.groups(graph):
+        raise InputError(
+            "the plan names no group to cut",
+            why="--keep leaves all of them whole" if settings.plan else "it is empty",
+            try_=f"dcptool analyze {network.base} --emit-plan plan.json",
+        )
 
 
 def prune(
@@ -105,14 +120,15 @@ def prune(
     marks = fingerprint(network, data, job, dist)
     dist.agree(marks)
     chosen = samples(data, settings.samples, settings.seed)
-    batches = _whole(list(loader(chosen, job.batch_size, workers=job.workers)), dist)
+    at_once = max(job.batch_size, dist.world)
+    batches = _whole(list(loader(chosen, at_once, workers=job.workers)), dist)
     labels = [y[dist.rank :: dist.world] for _, y in batches]
     dense_top1 = _top1(network.module, data, job, dist)
     memory = Checkpoints(folder / prune_record.CHECKPOINTS, marks, SAVE_EVERY_S)
     saved = memory.load()
     start = prune_record.progress_of(saved) if saved is not None else None
     trainer = None
-    if job.training:
+    if job.training and not settings.removes_nothing:
         trainer = StageTrainer(network, data, _stage_plan(job, folder, marks), labels, dist)
         if saved is not None:
             trainer.restore(saved["head"])
@@ -229,8 +245,6 @@ def _whole(batches: list[tuple[Tensor, Tensor]], dist: Dist) -> list[tuple[Tenso
     if len(batches) > 1 and len(batches[-1][0]) < dist.world:
         (images, labels), (more, others) = batches[-2:]
         return [*batches[:-2], (torch.cat([images, more]), torch.cat([labels, others]))]
-    if len(batches[-1][0]) < dist.world:
-        raise UsageError(f"{len(batches[-1][0])} samples for {dist.world} processes")
     return batches
 
 

@@ -7,6 +7,7 @@ pruned share the graph.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor, fx, nn
 from dcptool.network.rules import layer_rule
 from dcptool.network.structure import main_path
 from dcptool.network.trace import RETURNED_BY, VALUE, trace
+
+_IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 
 
 @dataclass(frozen=True)
@@ -132,15 +135,27 @@ def run_from(
 
 
 def call_node(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
-    """Compute one node from the values of those before it."""
+    """Compute one node from the values of those before it, which stay as they are."""
     args: Any = fx.map_arg(node.args, env.__getitem__)
     kwargs: Any = fx.map_arg(node.kwargs, env.__getitem__)
+    if _works_in_place(root, node):
+        first, *rest = args
+        args = (first.clone() if isinstance(first, Tensor) else first, *rest)
     if node.op == "call_module":
         return root.get_submodule(str(node.target))(*args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     function: Callable[..., Any] = node.target  # type: ignore[assignment]
     return function(*args, **kwargs)
+
+
+def _works_in_place(root: nn.Module, node: fx.Node) -> bool:
+    """Whether a node may write into its first argument, which others still have to read."""
+    if node.op == "call_module":
+        return bool(getattr(root.get_submodule(str(node.target)), "inplace", False))
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    flagged = node.kwargs.get("inplace") is True or any(arg is True for arg in node.args[1:])
+    return flagged or name.endswith("_") or node.target in _IN_PLACE
 
 
 def constant_value(root: nn.Module, node: fx.Node) -> Any:

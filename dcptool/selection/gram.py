@@ -132,7 +132,9 @@ def forward_order(
         free[unit] = False
         order.append(unit)
         losses.append(losses[-1] - float(drops[unit]))
-    return Ranking(tuple(order), tuple(losses))
+    # The energy of a moved target is a guess: one that explains more than there is was too small.
+    short = max(0.0, -losses[-1])
+    return Ranking(tuple(order), tuple(loss + short for loss in losses))
 
 
 # Rank of the updates that are gathered before the matrix itself is touched: one product of two

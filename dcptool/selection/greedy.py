@@ -139,7 +139,7 @@ def _start(weight: Tensor, bias: Tensor | None, column: Tensor) -> tuple[Tensor,
 
 
 def _has_settled(losses: Sequence[float], epsilon: float) -> bool:
-    return abs(losses[-2] - losses[-1]) / losses[0] <= epsilon
+    return abs(losses[-2] - losses[-1]) <= epsilon * losses[0]
 
 
 def _next(norms: Tensor, taken: Sequence[int], order: Sequence[int] | None) -> tuple[int, float]:

@@ -7,6 +7,7 @@ network and for the one being pruned, and runs no further than asked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,15 @@ class Probe:
 
     def __post_init__(self) -> None:
         self.dense_features, self.current_features = Store(self.room), Store(self.room)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """No ticks for as long as the block runs, because a weight has changed before it."""
+        self.tick, before = nothing, self.tick
+        try:
+            yield
+        finally:
+            self.tick = before
 
     @property
     def segment(self) -> Segment:

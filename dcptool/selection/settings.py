@@ -52,6 +52,11 @@ class Selection:
     seed: int = 0
     reuse: Mapping[str, Recorded] = field(default_factory=dict)
 
+    @property
+    def removes_nothing(self) -> bool:
+        """Whether the result is a copy."""
+        return self.plan is None and self.rate == 0 and not any(self.rates.values())
+
     def groups(self, graph: ChannelGraph) -> list[Group]:
         """The groups that are to be cut, in forward order."""
         found = graph.open_groups(self.scope, self.prune_residual)
@@ -85,6 +90,6 @@ class Selection:
 def stop_by_epsilon(losses: tuple[float, ...], epsilon: float) -> int:
     """Units kept when the relative drop first falls to epsilon; losses start with no unit."""
     for kept in range(1, len(losses)):
-        if abs(losses[kept - 1] - losses[kept]) / losses[0] <= epsilon:
+        if abs(losses[kept - 1] - losses[kept]) <= epsilon * losses[0]:
             return kept
     return len(losses) - 1

@@ -120,12 +120,15 @@ class Stage:
 
         with torch.no_grad():
             edge(first, skip)
-            wide = [group for group in self._spanning(last) if group.name not in known]
+            new = [group for group in self._spanning(last) if group.name not in known]
+            wide = [group for group in new if self._goes(group)]
+            for group in new:
+                if not self._goes(group):
+                    decided(_whole(group))
             if wide:
                 self._decide_first(wide, decided, lambda: edge(first, skip))
                 first, skip = min(first, *[self._begins(group) for group in wide]), 0
             decided_at = self._decisions(last)
-            changed = bool(self.removed or self.probe.cuts)
             self.probe.begin(first)
             for place in range(first, last):
                 for number, name in enumerate(self.probe.segment.layers):
@@ -134,17 +137,24 @@ class Stage:
                     if not decided_at.get(name):
                         edge(place, number)
                     groups = [g for g in decided_at.get(name, []) if g.name not in known]
-                    for group in groups:
+                    # What stays whole comes first: after a stop between two groups, whether this
+                    # layer decides anything is still to be seen from those that are left.
+                    for group in sorted(groups, key=self._goes):
                         edge(place, number)
-                        decided(self._decide(group))
-                        changed = True
-                    if not groups and changed and self.refits and self._solves(name):
+                        decided(self._decide(group) if self._goes(group) else _whole(group))
+                    changed = bool(self.removed or self.probe.cuts)
+                    decides = any(self._goes(group) for group in groups)
+                    if not decides and changed and self.refits and self._solves(name):
                         touched = bool((~self._kept_columns(name)).any())
                         ridge = self.settings.ridge if touched else READER_RIDGE
                         self._refit(name, None, ridge=ridge)
                 if place + 1 < len(self.chain.segments):
                     self.probe.advance()
         return self.removed
+
+    def _goes(self, group: Group) -> bool:
+        """Whether units of a group may go."""
+        return self.settings.kept(group) != len(group.units)
 
     def _solves(self, name: str) -> bool:
         return self.settings.solver == "gram" and self.probe.readable(name)
@@ -189,6 +199,7 @@ class Stage:
                 decided(self._decide_by_walking(group, names))
             return
         seen: dict[str, tuple[Moments, Tensor]] = {}
+        zeros: dict[str, Tensor | None] = {}
         if METHODS[self.settings.method].needs_data:
             first = min(self._begins(group) for group in groups)
             last = max(max(self._places(group)) for group in groups)
@@ -201,6 +212,9 @@ class Stage:
                         # Errors of readers count relative to what each of them has to explain.
                         weights = self.probe.weights(name) * self.probe.output_weights(name)
                         seen[name] = relative(moments), weights
+                        for group in groups if self.settings.method == "apoz" else ():
+                            if name in group.consumers and group.name not in zeros:
+                                zeros[group.name] = self.probe.zeros(name, group)
                 if place < last:
                     self.probe.advance()
         for group in groups:
@@ -209,7 +223,7 @@ class Stage:
                 for name in group.consumers
                 if name in seen
             }
-            ranking = self._rank(group, problems, None)
+            ranking = self._rank(group, problems, zeros.get(group.name))
             choice = self._keep(group, ranking)
             for name in group.consumers:
                 self._mask(name)
@@ -256,8 +270,10 @@ class Stage:
             if self.refits and name in moments:
                 # What a gate lets through has changed with the layer that feeds the gate.
                 stale = any(self.probe.depends(name, earlier) for earlier in solved)
-                known = self.probe.moments(name, group) if stale else moments[name]
-                self._refit(name, known, ridge=self.settings.ridge)
+                if stale:
+                    with self.probe.undisturbed():
+                        moments[name] = self.probe.moments(name, group)
+                self._refit(name, moments[name], ridge=self.settings.ridge)
                 solved.append(name)
             else:
                 self._mask(name)
@@ -406,6 +422,11 @@ class Stage:
         inputs = torch.from_numpy(self.graph.sites[name].inputs)
         gone = torch.isin(inputs, torch.tensor(sorted(self.removed), dtype=torch.long))
         layer.weight.data[:, gone] = 0.0
+
+
+def _whole(group: Group) -> Choice:
+    """The choice for a group of which nothing is to go: no order, nothing touched."""
+    return Choice(group.name, len(group.units), tuple(range(len(group.units))), (), "count")
 
 
 def _unsolvable(group: Group) -> InputError:

@@ -121,7 +121,9 @@ def select(
                 removed = stage.run(first, last, outcome.choices, task, report, at_edge, skip)
                 first = min(last, len(stage.chain.segments))
                 fresh = plan_cuts(stage.graph, removed)
-                outcome.proof = prove(current.cpu(), stage.graph, removed, network.input.size)
+                proof = prove(current.cpu(), stage.graph, removed, network.input.size)
+                worst = outcome.proof is None or proof.difference >= outcome.proof.difference
+                outcome.proof = proof if worst else outcome.proof
                 cut(current, fresh)
                 cuts = compose(cuts, fresh)
     finally:

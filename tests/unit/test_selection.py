@@ -101,6 +101,19 @@ def test_epsilon_stops_at_the_first_small_drop() -> None:
     assert stop_by_epsilon(losses, 1e-9) == 4
 
 
+def test_epsilon_where_there_is_nothing_to_explain() -> None:
+    """Readers behind a norm that erases them leave no loss at all."""
+    assert stop_by_epsilon((0.0, 0.0, 0.0), 0.01) == 1
+    network = _network()
+    with torch.no_grad():
+        network.module.one.norm2.weight.zero_()
+        network.module.two.conv2.weight.zero_()
+    gram = select(network, _images(), Selection(epsilon=0.01, positions=8))
+    assert len(gram.choices[0].kept) == 1
+    loop = Selection(epsilon=0.01, solver="sgd", target="conv")
+    assert len(select(network, _images(), loop).choices[1].kept) == 1
+
+
 def test_smaller_epsilon_never_keeps_fewer() -> None:
     losses = tuple(1.0 / (1 + k) for k in range(30))
     kept = [stop_by_epsilon(losses, e) for e in (0.5, 0.1, 0.01, 0.001)]
@@ -225,11 +238,21 @@ def test_every_method_keeps_exactly_kappa_and_proves_it(method: str) -> None:
     assert all(torch.equal(before[k], after[k]) for k in before)
 
 
-def test_rate_zero_is_a_copy() -> None:
+@pytest.mark.parametrize("method", ["dcp", "random", "l1", "apoz", "thinet", "cp"])
+@pytest.mark.parametrize("solver", ["gram", "sgd"])
+def test_rate_zero_is_a_copy(method: str, solver: str) -> None:
     network = _network()
-    outcome = select(network, _images(), Selection(rate=Fraction(0), method="l1"))
+    settings = Selection(rate=Fraction(0), method=method, solver=solver, prune_residual=True)
+    outcome = select(network, _images(), settings)
     for key, value in network.module.state_dict().items():
         assert torch.equal(outcome.network.module.state_dict()[key], value), key
+    assert [len(choice.kept) for choice in outcome.choices] == [8, 12, 10, 6]
+
+
+def test_apoz_counts_zeros_of_residual_groups_too() -> None:
+    settings = Selection(rate=Fraction("0.5"), method="apoz", positions=8, prune_residual=True)
+    outcome = select(_network(), _images(), settings)
+    assert [len(choice.kept) for choice in outcome.choices] == [4, 6, 5, 3]
 
 
 def test_same_seed_same_weights() -> None:
@@ -388,6 +411,90 @@ def test_going_on_from_any_edge_gives_the_same_network(
     with pytest.raises(Enough):
         select(network, images, settings, fit_stage=fit_stage, edge=seen.append, tick=tick)
     goes_on_from(seen[-1])
+
+
+class Gated(nn.Module):
+    """A gate on the inner channels (two readers, one after the other), and no norms."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.expand = nn.Conv2d(8, 12, 1)
+        self.reduce = nn.Conv2d(12, 4, 1)
+        self.restore = nn.Conv2d(4, 12, 1)
+        self.project = nn.Conv2d(12, 8, 1)
+        self.act = nn.SiLU(inplace=in_place)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.act(self.stem(x))
+        inner = self.act(self.expand(x))
+        gate = self.restore(self.act(self.reduce(inner.mean((2, 3), keepdim=True))))
+        y = self.project(inner * torch.sigmoid(gate))
+        y = y.add_(x) if self.act.inplace else y + x
+        return self.head(self.act(y).mean((2, 3)))
+
+
+def _gated(*, in_place: bool = False) -> Network:
+    torch.manual_seed(0)
+    return Network(Gated(in_place=in_place).eval(), Base("custom", "Gated", 5), SPEC)
+
+
+@pytest.mark.parametrize("solver", ["gram", "sgd"])
+def test_layers_that_work_in_place_change_nothing(solver: str) -> None:
+    """What is kept of a tensor is what it was when it was computed."""
+    target = "conv" if solver == "sgd" else "block"
+    settings = Selection(
+        rate=Fraction("0.5"), positions=16, solver=solver, target=target, prune_residual=True
+    )
+    plain = select(_gated(), _images(), settings)
+    same = select(_gated(in_place=True), _images(), settings)
+    assert plain.choices == same.choices
+    wanted, got = plain.network.module.state_dict(), same.network.module.state_dict()
+    assert all(torch.equal(wanted[k], got[k]) for k in wanted)
+
+
+def test_stopped_between_two_readers_of_a_gate_it_goes_on_from_before_both() -> None:
+    network, images = _gated(), _images()
+    settings = Selection(rate=Fraction("0.5"), positions=16, ridge=0.1)
+    whole = select(network, images, settings)
+    ticks: list[int] = []
+    select(network, images, settings, tick=lambda: ticks.append(0))
+
+    class Enough(Exception):
+        pass
+
+    for stop_at in range(1, len(ticks) + 1):
+        seen: list[Progress] = []
+        left = [stop_at]
+
+        def tick(left: list[int] = left) -> None:
+            left[0] -= 1
+            if not left[0]:
+                raise Enough
+
+        with pytest.raises(Enough):
+            select(network, images, settings, edge=seen.append, tick=tick)
+        rest = select(network, images, settings, start=seen[-1])
+        assert rest.choices == whole.choices
+        wanted, got = whole.network.module.state_dict(), rest.network.module.state_dict()
+        assert all(torch.equal(wanted[k], got[k]) for k in wanted), stop_at
+
+
+def test_going_on_after_a_group_that_stays_whole_gives_the_same_network() -> None:
+    network, images = _network(), _images()
+    settings = Selection(rate=Fraction("0.5"), rates={"one.*": Fraction(0)}, positions=16)
+    whole = select(network, images, settings)
+    seen: list[Progress] = []
+
+    def edge(progress: Progress) -> None:
+        seen.append(replace(progress, weights=copy.deepcopy(dict(progress.weights))))
+
+    select(network, images, settings, edge=edge)
+    for progress in seen:
+        rest = select(network, images, settings, start=progress)
+        wanted, got = whole.network.module.state_dict(), rest.network.module.state_dict()
+        assert all(torch.equal(wanted[k], got[k]) for k in wanted)
 
 
 def test_residual_groups_are_chosen_from_all_their_readers() -> None:
