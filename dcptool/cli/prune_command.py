@@ -129,6 +129,7 @@ def _work(
     from dcptool.network import artifact
     from dcptool.pipeline import prune as pipeline
     from dcptool.pipeline import prune_record, rundir
+    from dcptool.pipeline.job import Job
     from dcptool.training import dist as processes
     from dcptool.training.classes import check_classes
     from dcptool.training.device import amp_dtype, choose_device
@@ -163,7 +164,7 @@ def _work(
         document = pipeline.prune(
             network,
             data,
-            pipeline.Job(
+            Job(
                 settings,
                 training=not options["no_training"],
                 stage_steps=options["stage_steps"],

@@ -15,6 +15,22 @@ if TYPE_CHECKING:
 
     from dcptool.selection.settings import Selection
 
+
+class CountOrAuto(click.types.StringParamType):
+    """A count of at least one, or `auto`, which comes out as it is."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read what was typed."""
+        text = str(value)
+        if text == "auto":
+            return text
+        if not (text.isascii() and text.isdigit() and int(text[:9]) >= 1 and len(text) < 10):
+            self.fail(f"{value!r} is neither a count of at least 1 nor auto.", param, ctx)
+        return int(text)
+
+
 selection_options = packed(
     "selection",
     click.option("--rate", metavar="R", help="Share of channels to remove, 0 <= R < 1."),
@@ -85,10 +101,11 @@ selection_options = packed(
     ),
     click.option(
         "--samples",
-        type=click.IntRange(1),
-        default=512,
+        type=CountOrAuto(),
+        default="512",
         show_default=True,
-        help="Training images that channels are chosen on.",
+        metavar="N|auto",
+        help="Training images that channels are chosen on; auto stops when more change little.",
     ),
     click.option(
         "--positions",
@@ -165,6 +182,7 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int) -> Selection:
             try_="dcptool prune resnet50 --rate 0.3",
         )
     chosen = {k: v for k, v in given.items() if k not in ("rate", "rates", "plan", "reuse")}
+    chosen["samples"] = None if given["samples"] == "auto" else given["samples"]
     plan = _plan(given["plan"]) if given["plan"] is not None else None
     reuse = read_orders(given["reuse"]) if given["reuse"] is not None else {}
     return Selection(

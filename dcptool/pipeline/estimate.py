@@ -196,6 +196,10 @@ def _seconds(
     return round(START_S + work, 1)
 
 
+def _asked(samples: int | str) -> int:
+    return 512 if samples == "auto" else int(samples)
+
+
 def _pruning(
     params: Mapping[str, Any],
     network: Network,
@@ -206,7 +210,7 @@ def _pruning(
 ) -> float:
     graph = build_graph(network.module, network.input.size)
     groups = graph.open_groups(params["scope"], params["prune_residual"])
-    samples = min(params["samples"], counts.train)
+    samples = min(_asked(params["samples"]), counts.train)
     total = (counts.report + counts.val) * speed.forward * (1 + share)
     if data.builtin and params["checkpoint"] is None:
         total += baseline.STEPS * baseline.BATCH * speed.training

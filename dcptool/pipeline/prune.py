@@ -6,56 +6,35 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save as safetensors_bytes
-from torch import Tensor, nn
+from torch import nn
 
 from dcptool import console, files
 from dcptool.errors import GateFailed, InputError, Interrupted, UsageError
 from dcptool.network import artifact, cost
 from dcptool.network.base import Network
 from dcptool.network.graph import build_graph
-from dcptool.pipeline import prune_record
+from dcptool.pipeline import calibration, prune_record
 from dcptool.pipeline.agreement import Agreement, agree, halves, settle_norms
+from dcptool.pipeline.job import Job
 from dcptool.pipeline.stage_training import SAVE_EVERY_S, StagePlan, StageTrainer
-from dcptool.selection import curves
 from dcptool.selection.probe import Tick
 from dcptool.selection.settings import Selection
 from dcptool.selection.stages import Listen, Outcome, Progress, nothing_to_prune, select
 from dcptool.training import signals
 from dcptool.training.checkpoint import Checkpoints, digest_of
-from dcptool.training.data import Data, samples
+from dcptool.training.data import Data
 from dcptool.training.dist import SINGLE, Dist
 from dcptool.training.evaluate import Accuracy, evaluate, predictor
 from dcptool.training.loader import loader
-from dcptool.training.settings import Training
 
 DENSE_WEIGHTS = "dense.safetensors"
-WIDTHS_FILE = "widths.json"
 EVALUATION_BATCH = 64
-
-
-@dataclass(frozen=True)
-class Job:
-    """What surrounds selection: training in stages, machine, gates, names."""
-
-    selection: Selection
-    training: bool = True
-    stage_steps: int | None = None
-    stage_epochs: float | None = None
-    stage_lr: float = 0.005
-    options: Training = field(default_factory=Training)
-    amp: torch.dtype | None = None
-    batch_size: int = 64
-    device: str = "cpu"
-    workers: int | None = None
-    min_agreement: float | None = None
-    lineage: dict[str, object] | None = None
-    resume_command: str = ""
 
 
 def check(
@@ -119,9 +98,8 @@ def prune(
     settings = job.selection
     marks = fingerprint(network, data, job, dist)
     dist.agree(marks)
-    chosen = samples(data, settings.samples, settings.seed)
-    at_once = max(job.batch_size, dist.world)
-    batches = _whole(list(loader(chosen, at_once, workers=job.workers)), dist)
+    chosen = calibration.images_for(network, data, job, dist)
+    batches = calibration.batches_of(chosen, job, dist)
     labels = [y[dist.rank :: dist.world] for _, y in batches]
     dense_top1 = _top1(network.module, data, job, dist)
     memory = Checkpoints(folder / prune_record.CHECKPOINTS, marks, SAVE_EVERY_S)
@@ -136,10 +114,10 @@ def prune(
         prune_record.begin(folder, start.choices if start is not None else ())
     selection_began = time.monotonic()
     images = [x for x, _ in batches]
-    if not job.training and _may_mirror(data):
+    if not job.training and calibration.may_mirror(data):
         # As good as more images, where there are few: KL 0.111 -> 0.093 on ResNet-56 at rate 0.5.
         images += [x.flip(3) for x in images]
-    settings = _with_widths(network, images, job, folder, dist)
+    settings = calibration.with_widths(network, images, job, folder, dist)
     with _edges(memory, trainer, job, dist) as (edge, tick):
         outcome = select(
             network,
@@ -175,6 +153,7 @@ def prune(
         "data": data.source,
         "method": settings.method,
         "solver": settings.solver,
+        "samples": len(chosen),
         **_budget(settings),
         "dense": _side(dense_cost, dense_top1),
         "slim": _side(slim_cost, slim_top1),
@@ -207,45 +186,12 @@ def prune(
         lineage={
             **(job.lineage or {}),
             "dense": {"checkpoint": DENSE_WEIGHTS, "weights": network.weights},
-            "prune": _plain(settings, job, outcome),
+            "prune": _plain(settings, job, outcome, len(chosen)),
         },
     )
     prune_record.clear_checkpoints(folder)
     dist.barrier()
     return document
-
-
-def _with_widths(
-    network: Network, images: list[Tensor], job: Job, folder: Path, dist: Dist
-) -> Selection:
-    """The settings with a width for each group, where they are to come from the curves."""
-    settings = job.selection
-    if settings.widths != "curves":
-        return settings
-    path = folder / WIDTHS_FILE
-    if dist.broadcast(path.is_file()):
-        saved: Any = files.read_json(path, what="the widths of the run")["widths"]
-        return replace(settings, plan={str(k): int(v) for k, v in saved.items()})
-    found = curves.measure(network, images, settings, dist, job.device)
-    widths = curves.widths_at_rate(network, settings, found)
-    if dist.is_writer:
-        errors = {name: [float(f"{e:.4g}") for e in curve] for name, curve in found.items()}
-        files.publish_json(path, {"widths": widths, "curves": errors})
-    dist.barrier()
-    return replace(settings, plan=widths)
-
-
-def _may_mirror(data: Data) -> bool:
-    augment = data.train.augment
-    return not augment.off and augment.hflip != 0.0
-
-
-def _whole(batches: list[tuple[Tensor, Tensor]], dist: Dist) -> list[tuple[Tensor, Tensor]]:
-    """Batches of which every process gets a row: one that is too small joins the one before."""
-    if len(batches) > 1 and len(batches[-1][0]) < dist.world:
-        (images, labels), (more, others) = batches[-2:]
-        return [*batches[:-2], (torch.cat([images, more]), torch.cat([labels, others]))]
-    return batches
 
 
 @contextmanager
@@ -372,7 +318,7 @@ def _metrics(
     return metrics
 
 
-def _plain(settings: Selection, job: Job, outcome: Outcome) -> dict[str, object]:
+def _plain(settings: Selection, job: Job, outcome: Outcome, images: int) -> dict[str, object]:
     return {
         **_budget(settings),
         "method": settings.method,
@@ -380,7 +326,7 @@ def _plain(settings: Selection, job: Job, outcome: Outcome) -> dict[str, object]
         "target": settings.target,
         "score": settings.score,
         "lambda": "inf" if math.isinf(settings.discrimination) else settings.discrimination,
-        "samples": settings.samples,
+        "samples": images,
         "positions": settings.positions,
         "scope": settings.scope,
         "prune_residual": settings.prune_residual,

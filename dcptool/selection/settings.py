@@ -26,7 +26,7 @@ class Selection:
     """Budget, rule and scope; `plan` (units kept by group) replaces rate and epsilon.
 
     `reuse` holds orders of an earlier run; a discrimination of infinity leaves the
-    reconstruction out.
+    reconstruction out; no number of samples means as many as are needed.
     """
 
     rate: Fraction | None = None
@@ -40,7 +40,7 @@ class Selection:
     target: str = "block"
     score: str = "rise"
     discrimination: float = 1.0
-    samples: int = 512
+    samples: int | None = 512
     positions: int = 64
     scope: str = "paper"
     prune_residual: bool = False

@@ -1,0 +1,29 @@
+"""What surrounds selection in a prune, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from dcptool.selection.settings import Selection
+from dcptool.training.settings import Training
+
+
+@dataclass(frozen=True)
+class Job:
+    """What surrounds selection: training in stages, machine, gates, names."""
+
+    selection: Selection
+    training: bool = True
+    stage_steps: int | None = None
+    stage_epochs: float | None = None
+    stage_lr: float = 0.005
+    options: Training = field(default_factory=Training)
+    amp: torch.dtype | None = None
+    batch_size: int = 64
+    device: str = "cpu"
+    workers: int | None = None
+    min_agreement: float | None = None
+    lineage: dict[str, object] | None = None
+    resume_command: str = ""
