@@ -29,13 +29,14 @@ COMMANDS = (
     "evaluate",
     "export",
     "bench",
+    "report",
     "run",
     "recipe",
     "env",
     "completion",
 )
 # Their product is a file; what they print about it may get lost.
-MAKE_FILES = frozenset(("prune", "finetune", "export", "run"))
+MAKE_FILES = frozenset(("prune", "finetune", "export", "report", "run"))
 COMPLETE = "_DCPTOOL_COMPLETE"
 # Where a process that was started for one document leaves it, instead of printing it.
 DOCUMENT_FILE = "DCPTOOL_DOCUMENT"

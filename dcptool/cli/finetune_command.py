@@ -89,6 +89,7 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int | None:
             console.note(f"{resume} is finished already")
             finished = files.read_json(resume / RESULT_FILE, what="the result")
             finished["artifact"] = str(resume)
+            finished.pop("typed", None)
             emit("finetune", finished, _text(finished), as_json=as_json)
             return None
     document = _work(options, resume)
@@ -106,6 +107,7 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
     from dcptool.network import artifact
     from dcptool.pipeline import finetune as pipeline
     from dcptool.pipeline import rundir
+    from dcptool.report import page, record
     from dcptool.training import data as images
     from dcptool.training import dist as processes
     from dcptool.training.classes import check_classes, reset_head
@@ -170,10 +172,14 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
             return None
         document = _document(result, target, found)
         kept = {"artifact": folder.name, "target": _title(target)}
-        files.publish_json(folder / RESULT_FILE, {**document, **kept})
+        record.keep_result(folder, "finetune", {**document, **kept}, recorded.typed())
+        if result.after is not None:
+            before = Path(target) if artifact.is_artifact(target) else None
+            record.keep_classes(folder, found.classes, result.after.per_class, before=before)
         pipeline.clear_checkpoints(folder)
         if folder.parent == rundir.runs_folder(options["runs_dir"]):
             rundir.set_latest(folder)
+        page.after(folder)
         return document
 
 

@@ -187,6 +187,11 @@ def _work(
             return None
         if folder.parent == rundir.runs_folder(options["runs_dir"]):
             rundir.set_latest(folder)
+        from dcptool.report import page, record
+
+        kept = {**document, "artifact": folder.name}
+        record.keep_result(folder, "prune", kept, recorded.typed())
+        page.after(folder)
         console.note(prune_record.next_commands(document["artifact"]))
         return document
 

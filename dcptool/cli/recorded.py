@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from dcptool.cli import app
 from dcptool.errors import InputError
 
 # Where results go and how much is said may change when a run is resumed.
@@ -86,6 +89,20 @@ def _simple(value: Any) -> Any:
     if isinstance(value, float) and math.isinf(value):
         return "inf"  # JSON has no word for it
     return list(value) if isinstance(value, tuple) else value
+
+
+def typed() -> str:
+    """The command that is running, as it can be typed again."""
+    words = []
+    for word in app.called() or sys.argv[1:]:
+        option, equals, value = word.partition("=")
+        is_option = bool(equals) and option.startswith("--")
+        for part in (option, value) if is_option else (word,):
+            near = _swap(part, _home(), "~")
+            # A shell expands the tilde only where it stands bare at the front of a word.
+            is_home = near.startswith("~/")
+            words.append("~/" + shlex.quote(near[2:]) if is_home else shlex.quote(near))
+    return " ".join(["dcptool", *words])
 
 
 def _home() -> str:

@@ -97,12 +97,14 @@ class Report:
 
     rows: list[Row] = field(default_factory=list)
     speedup: list[Speedup] = field(default_factory=list)
+    distribution: list[dict[str, object]] = field(default_factory=list)
 
     def document(self) -> dict[str, object]:
         """The names of the JSON contract."""
         return {
             "rows": [asdict(row) for row in self.rows],
             "speedup": [asdict(entry) for entry in self.speedup],
+            "distribution": self.distribution,
         }
 
 
@@ -156,6 +158,10 @@ def bench(entries: Sequence[Entry], settings: Settings, *, baseline: int | None 
                 for entry in entries
             ]
             report.rows.extend(rows)
+            report.distribution.extend(
+                {"model": name, **asdict(condition), "quantiles_ms": timing.quantiles(found)}
+                for name, found in times.items()
+            )
             if baseline is not None:
                 first = rows[baseline]
                 report.speedup.extend(

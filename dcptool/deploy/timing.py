@@ -112,6 +112,12 @@ def summarise(times: Times) -> Summary:
     return Summary(p50, p90, p99, float(flat.mean()), float(flat.std()), flat.size)
 
 
+def quantiles(times: Sequence[Times]) -> list[float]:
+    """Milliseconds at 0, 1 ... 100 percent of all calls."""
+    flat = np.concatenate([block.ravel() for block in times]) * 1e3
+    return [round(float(value), 4) for value in np.percentile(flat, range(101))]
+
+
 def compare(
     baseline: Sequence[Times], other: Sequence[Times], generator: np.random.Generator
 ) -> Ratio:

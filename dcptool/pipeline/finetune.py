@@ -155,7 +155,9 @@ def _accuracy(
 ) -> Accuracy:
     batches = loader(images, EVALUATION_BATCH, workers=job.workers, dist=dist, device=job.device)
     predict = predictor(module, amp=job.amp)
-    return evaluate(predict, batches, num_classes, dist=dist, title=title, stop=stop)
+    return evaluate(
+        predict, batches, num_classes, per_class=stop is None, dist=dist, title=title, stop=stop
+    )
 
 
 def _loss(data: Data, job: Job) -> Loss:

@@ -23,6 +23,7 @@ from dcptool.pipeline import calibration, prune_record
 from dcptool.pipeline.agreement import Agreement, agree, halves, settle_norms
 from dcptool.pipeline.job import Job
 from dcptool.pipeline.stage_training import SAVE_EVERY_S, StagePlan, StageTrainer
+from dcptool.report.record import keep_classes
 from dcptool.selection.probe import Tick
 from dcptool.selection.settings import Selection
 from dcptool.selection.stages import Listen, Outcome, Progress, nothing_to_prune, select
@@ -176,6 +177,8 @@ def prune(
         dist.barrier()
         return document
     files.publish(folder / DENSE_WEIGHTS, _weights(network.module))
+    if slim_top1 is not None and dense_top1 is not None:
+        keep_classes(folder, data.classes, slim_top1.per_class, dense_top1.per_class)
     artifact.save(
         slim,
         folder,
@@ -262,7 +265,9 @@ def _top1(module: nn.Module, data: Data, job: Job, dist: Dist) -> Accuracy | Non
         data.report, EVALUATION_BATCH, workers=job.workers, dist=dist, device=job.device
     )
     predict = predictor(module.to(job.device), amp=job.amp)
-    found = evaluate(predict, batches, len(data.classes), dist=dist, title="accuracy")
+    found = evaluate(
+        predict, batches, len(data.classes), per_class=True, dist=dist, title="accuracy"
+    )
     module.cpu()
     return found
 

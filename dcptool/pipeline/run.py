@@ -18,6 +18,7 @@ from dcptool.errors import GateFailed, Interrupted
 from dcptool.pipeline import rundir, runstate
 from dcptool.pipeline.recipe import Recipe, plain
 from dcptool.pipeline.runstate import State
+from dcptool.report.record import CHANGING
 
 Invoke = Callable[[str, list[str]], dict[str, Any]]
 
@@ -223,7 +224,7 @@ def _files(step: Step, output: Path, document: Mapping[str, Any]) -> list[Path]:
 
 
 def _belongs(path: Path) -> bool:
-    return path.is_file() and not path.name.startswith(".")
+    return path.is_file() and not path.name.startswith(".") and path.name not in CHANGING
 
 
 def top1_of(documents: Mapping[str, Mapping[str, Any]]) -> tuple[float | None, float | None]:

@@ -1,0 +1,367 @@
+"""What each part of the page says, as plain values and charts; what is missing is named.
+
+Every function here turns records into the context of one section of the template, or into None
+when there is nothing to show. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dcptool import console
+from dcptool.report import charts
+from dcptool.report.architecture import Architecture
+from dcptool.report.record import Record, number, numbers
+
+Context = dict[str, Any]
+
+STOPS = {
+    "count": "the wanted number of channels was reached",
+    "epsilon": "the loss no longer fell by more than epsilon",
+}
+MOST_CLASSES = 10
+QUANTILES = 101
+
+
+def answer(record: Record, architecture: Architecture | None) -> Context:
+    """Dense against slim: accuracy, cost, size, latency, under which conditions."""
+    rows: list[Context] = []
+    dense, slim = accuracies(record)
+    if slim is not None:
+        change = f"{slim - dense:+.2f}" if dense is not None else ""
+        rows.append(_row("top-1", _percent(dense), f"{slim:.2f} %", change))
+    cost = costs(record, architecture)
+    for name, key in (("MACs", "macs"), ("params", "params")):
+        before, after = cost["dense"].get(key), cost["slim"].get(key)
+        if after:
+            ratio = f"{before / after:.2f}x fewer" if before else ""
+            rows.append(_row(name, f"{before:,}" if before else "", f"{after:,}", ratio))
+    before, after = sizes(record)
+    ratio = f"{before / after:.2f}x smaller" if before and after else ""
+    rows.append(_row("weights", _bytes(before), _bytes(after), ratio))
+    rows += [
+        _row(
+            f"latency, {_condition(pair)}",
+            f"{pair['before']:.2f} ms",
+            f"{pair['after']:.2f} ms",
+            _speed(pair["ratio"]),
+        )
+        for pair in latencies(record.bench)
+    ]
+    return {
+        "rows": rows,
+        "conditions": _conditions(record),
+        "commands": list(record.commands),
+        "gates": [
+            {
+                "name": str(gate.get("name")),
+                "limit": _general(gate.get("limit")),
+                "value": _general(gate.get("value")),
+                "ok": gate.get("ok") is True,
+            }
+            for gate in record.gates
+        ],
+    }
+
+
+def accuracies(record: Record) -> tuple[float | None, float | None]:
+    """Top-1 of the dense network and of the newest one."""
+    pruned = record.documents.get("prune", {})
+    dense = number(_object(pruned.get("dense")).get("top1"))
+    for part in record.parts:
+        if dense is None:
+            dense = number(part.manifest.metrics.get("dense_top1"))
+    slim = number(record.documents.get("evaluate", {}).get("top1"))
+    return dense, slim if slim is not None else number(record.manifest.metrics.get("top1"))
+
+
+def costs(record: Record, architecture: Architecture | None) -> dict[str, dict[str, int]]:
+    """MACs and params of both networks, as far as they are known."""
+    slim = {k: v for k, v in record.manifest.cost.items() if k in ("macs", "params")}
+    dense: dict[str, int] = {}
+    for part in reversed(record.parts):
+        for key in ("macs", "params"):
+            if f"dense_{key}" in part.manifest.cost:
+                dense.setdefault(key, part.manifest.cost[f"dense_{key}"])
+    if architecture is not None and record.manifest.cuts:
+        dense.setdefault("macs", architecture.macs)
+        dense.setdefault("params", architecture.params)
+    return {"dense": dense, "slim": slim}
+
+
+def sizes(record: Record) -> tuple[int | None, int]:
+    """Bytes of the dense weights, where they lie in the run, and of the slim ones."""
+    files = [part.folder / "dense.safetensors" for part in record.parts]
+    dense = next((path.stat().st_size for path in files if path.is_file()), None)
+    return dense, record.manifest.weights_bytes
+
+
+def latencies(bench: Mapping[str, Any]) -> list[Context]:
+    """Median milliseconds of both networks under each condition."""
+    keys = ("provider", "batch_size", "threads")
+
+    def name(row: Mapping[str, Any], model: str) -> tuple[str, ...]:
+        return tuple(str(row.get(key)) for key in (model, *keys))
+
+    rows = _objects(bench.get("rows"))
+    times = {name(row, "model"): number(row.get("p50_ms")) for row in rows}
+    found = []
+    for entry in _objects(bench.get("speedup")):
+        before, after = times.get(name(entry, "baseline")), times.get(name(entry, "model"))
+        if before is None or after is None or not number(entry.get("ratio")):
+            continue
+        figures = {k: number(entry.get(k)) for k in ("ratio", "low", "high", *EFFICIENCY)}
+        found.append(
+            {**{k: entry.get(k) for k in keys}, "before": before, "after": after, **figures}
+        )
+    return found
+
+
+EFFICIENCY = ("macs_ratio", "efficiency")
+
+
+def layers(architecture: Architecture) -> Context:
+    """Widths before and after in forward order, and what is locked."""
+    items = [
+        charts.Bar(
+            layer.name,
+            layer.before,
+            layer.after,
+            layer.tip,
+            is_locked=layer.status in ("locked", "coupled", "outside"),
+        )
+        for layer in architecture.layers
+    ]
+    title = "Channels of each layer before and after, and the share removed"
+    return {
+        "chart": charts.bars(items, architecture.bands, title=title),
+        "layers": architecture.layers,
+        "locked": architecture.locked,
+        "bands": architecture.bands,
+    }
+
+
+def selection(record: Record) -> Context | None:
+    """The loss of each group against the channels that are kept."""
+    groups = []
+    for step in record.steps:
+        losses = numbers(step.get("losses"))
+        units, kept = number(step.get("units")), step.get("kept")
+        if not units or not isinstance(kept, list):
+            continue
+        name, why = str(step.get("group")), str(step.get("stopped"))
+        smallest = number(step.get("smallest"))
+        # Curves of the closed form end with all units; those of the loop begin with none.
+        first = int(units) - len(losses) + 1 if smallest is None else int(smallest)
+        points = [(float(first + i), loss) for i, loss in enumerate(losses)]
+        mark = next((p for p in points if p[0] == len(kept)), None)
+        said = f"{name}: {len(kept)} of {int(units)} kept; stopped because {STOPS.get(why, why)}"
+        said += f"; loss {mark[1]:.4g}" if mark else ""
+        norms = numbers(step.get("norms"))
+        groups.append(
+            {
+                "name": name,
+                "units": int(units),
+                "kept": len(kept),
+                "loss": mark[1] if mark else None,
+                "stopped": STOPS.get(why, why),
+                "dead": step.get("dead", 0),
+                "chart": _small([charts.Curve(name, points, mark, said)], said, "loss"),
+                "norms": _norms(name, norms),
+            }
+        )
+    if not groups:
+        return None
+    pruned = record.lineage("prune")
+    facts = [f"{key} {pruned[key]}" for key in FACTS if pruned.get(key) not in (None, False, "")]
+    return {"groups": groups, "facts": facts, "has_norms": any(g["norms"] for g in groups)}
+
+
+FACTS = ("method", "solver", "target", "score", "lambda", "samples", "positions", "scope", "seed")
+
+
+def _norms(name: str, norms: Sequence[float]) -> Any:
+    if not norms:
+        return ""
+    points = [(float(i + 1), norm) for i, norm in enumerate(norms)]
+    said = f"{name}: gradient norm of each channel when it was chosen, {norms[0]:.3g} first"
+    return _small([charts.Curve(name, points, None, said)], said, "gradient norm")
+
+
+def _small(lines: Sequence[charts.Curve], title: str, y_name: str) -> Any:
+    return charts.curves(
+        lines, title=title, x_name="channels", y_name=y_name, width=300, height=170
+    )
+
+
+def training(record: Record) -> Context | None:
+    """Loss and accuracy over the steps of a fine-tune."""
+
+    def line(key: str, name: str) -> charts.Curve:
+        pairs = [(number(row.get("step")), number(row.get(key))) for row in record.metrics]
+        return charts.Curve(name, [(x, y) for x, y in pairs if x is not None and y is not None])
+
+    loss = [line("loss", "train loss"), line("val_loss", "validation loss")]
+    accuracy = [line("train_top1", "train top-1"), line("val_top1", "validation top-1")]
+    rate = [line("lr", "learning rate")]
+    charts_made = [
+        charts.curves([c for c in some if c.points], title=title, x_name="step", y_name=unit)
+        for some, title, unit in (
+            (loss, "Loss during training", "loss"),
+            (accuracy, "Accuracy during training", "top-1 %"),
+            (rate, "Learning rate", "learning rate"),
+        )
+    ]
+    shown = [chart for chart in charts_made if chart]
+    return {"charts": shown, "facts": dict(record.lineage("finetune"))} if shown else None
+
+
+def classes(record: Record) -> Context | None:
+    """The classes that gained and lost most."""
+    names, dense, slim = (record.classes.get(key) for key in ("names", "dense", "slim"))
+    if not (isinstance(names, list) and isinstance(dense, list) and isinstance(slim, list)):
+        return None
+    rows: list[Context] = []
+    for name, old, new in zip(names, dense, slim, strict=False):
+        before, after = number(old), number(new)
+        if before is not None and after is not None:
+            change = after - before
+            rows.append({"name": str(name), "dense": before, "slim": after, "change": change})
+    rows.sort(key=lambda row: row["change"])
+    if len(rows) > 2 * MOST_CLASSES:
+        lost, gained = rows[:MOST_CLASSES], rows[-MOST_CLASSES:]
+    else:
+        lost = [row for row in rows if row["change"] < 0]
+        gained = [row for row in rows if row["change"] >= 0]
+    return {"lost": lost, "gained": gained[::-1], "count": len(rows)} if rows else None
+
+
+def latency(record: Record) -> Context | None:
+    """Distributions, the per-layer table, and how much of the saved MACs became time."""
+    bench = record.bench
+    if not _objects(bench.get("rows")):
+        return None
+    return {
+        "pairs": [{**pair, "condition": _condition(pair)} for pair in latencies(bench)],
+        "rows": [{**row, "condition": _condition(row)} for row in _objects(bench.get("rows"))],
+        "charts": _distributions(bench),
+        "profile": _profile(bench),
+        "machine": machine(bench),
+    }
+
+
+def machine(bench: Mapping[str, Any]) -> str:
+    """What was measured on, in one line."""
+    facts = bench.get("machine")
+    if not isinstance(facts, dict):
+        return ""
+    words = [str(facts.get("cpu", "")), f"{facts.get('cores', '?')} cores"]
+    words.append(f"onnxruntime {facts.get('onnxruntime', '?')}")
+    load = number(facts.get("load"))
+    return ", ".join([*words, f"load {load:.1f}"] if load is not None else words)
+
+
+def _distributions(bench: Mapping[str, Any]) -> list[Context]:
+    """Share of calls that took no longer than so many milliseconds, by condition."""
+    found: dict[str, list[charts.Curve]] = {}
+    for entry in _objects(bench.get("distribution")):
+        times = numbers(entry.get("quantiles_ms"))
+        if len(times) < 2:
+            continue
+        # The last percent is what the machine did meanwhile; it would flatten all else.
+        shown = [(ms, 100 * i / (len(times) - 1)) for i, ms in enumerate(times)][:-1]
+        name = str(entry.get("model"))
+        tip = f"{name}: median {times[len(times) // 2]:.2f} ms"
+        found.setdefault(_condition(entry), []).append(charts.Curve(name, shown, None, tip))
+    return [
+        {
+            "name": name,
+            "chart": charts.curves(
+                lines,
+                title=f"Latency of single calls, {name}",
+                x_name="milliseconds",
+                y_name="calls, %",
+                height=220,
+            ),
+        }
+        for name, lines in found.items()
+    ]
+
+
+def _profile(bench: Mapping[str, Any]) -> Context | None:
+    rows = [row for row in _objects(bench.get("profile")) if isinstance(row.get("ms"), dict)]
+    if not rows:
+        return None
+    models = [str(model) for model in rows[0]["ms"]]
+    table = []
+    for row in rows:
+        times = [number(row["ms"].get(model)) for model in models]
+        saved = (times[0] or 0.0) - (times[1] or 0.0) if len(times) == 2 else None
+        table.append(
+            {"layer": row.get("layer"), "kind": row.get("kind"), "ms": times} | {"saved": saved}
+        )
+    return {"models": models, "rows": table, "two": len(models) == 2}
+
+
+def _condition(entry: Mapping[str, Any]) -> str:
+    threads = entry.get("threads")
+    unit = "thread" if threads == 1 else "threads"
+    return f"{entry.get('provider')}, batch {entry.get('batch_size')}, {threads} {unit}"
+
+
+def _conditions(record: Record) -> list[str]:
+    manifest, pruned = record.manifest, record.lineage("prune")
+    size = "x".join(map(str, manifest.input.size))
+    lines = [f"{manifest.base} at {size}, {manifest.base.num_classes} classes"]
+    if manifest.metrics.get("source"):
+        where = manifest.metrics.get("images")
+        lines.append(
+            f"images: {manifest.metrics['source']}" + (f", split {where}" if where else "")
+        )
+    budget = [f"{k} {pruned[k]}" for k in ("rate", "epsilon", "method", "solver") if k in pruned]
+    if budget:
+        trained = "with" if pruned.get("training") else "without"
+        lines.append(f"pruned by {', '.join(budget)}, {trained} training in stages")
+    tuned = record.lineage("finetune")
+    if tuned:
+        lines.append(f"fine-tuned for {tuned.get('epochs')} epochs on {tuned.get('data')}")
+    pruning = record.documents.get("prune", {})
+    agreement = number(_object(pruning.get("agreement")).get("top1"))
+    for part in record.parts:
+        if agreement is None:
+            agreement = number(part.manifest.metrics.get("agreement"))
+    if agreement is not None:
+        lines.append(
+            f"after pruning it agreed with the dense network on {agreement:.1f} % of images"
+        )
+    return [*lines, *([f"timed on {machine(record.bench)}"] if machine(record.bench) else [])]
+
+
+def _row(name: str, dense: str, slim: str, ratio: str) -> Context:
+    return {"name": name, "dense": dense or "not known", "slim": slim, "ratio": ratio}
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} %"
+
+
+def _bytes(value: int | None) -> str:
+    return "" if value is None else f"{console.quantity(value)}B"
+
+
+def _speed(ratio: float) -> str:
+    return f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / ratio:.2f}x slower"
+
+
+def _general(value: Any) -> str:
+    found = number(value)
+    return "not measured" if found is None else f"{found:.4g}"
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _objects(value: Any) -> list[Mapping[str, Any]]:
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
