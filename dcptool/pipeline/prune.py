@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from dcptool import console, files
 from dcptool.errors import GateFailed, InputError, Interrupted, UsageError
 from dcptool.network import artifact, cost
 from dcptool.network.base import Network
-from dcptool.network.graph import build_graph
+from dcptool.network.graph import ChannelGraph, build_graph
 from dcptool.pipeline import calibration, prune_record
 from dcptool.pipeline.agreement import Agreement, agree, halves, settle_norms
 from dcptool.pipeline.job import Job
@@ -26,6 +27,7 @@ from dcptool.pipeline.stage_training import SAVE_EVERY_S, StagePlan, StageTraine
 from dcptool.report.record import keep_classes
 from dcptool.selection.probe import Tick
 from dcptool.selection.settings import Selection
+from dcptool.selection.stage import too_wide
 from dcptool.selection.stages import Listen, Outcome, Progress, nothing_to_prune, select
 from dcptool.training import signals
 from dcptool.training.checkpoint import Checkpoints, digest_of
@@ -56,10 +58,14 @@ def check(
             try_="more --samples, or fewer processes",
         )
     graph = build_graph(network.module, data.input.size)
+    _tell_idle_patterns(settings, graph)
+    fault = too_wide(settings, settings.groups(graph), network.module)
+    if fault is not None and settings.plan is None:
+        raise fault
     if settings.plan is None:
         groups = settings.groups(graph)
         if not groups:
-            raise nothing_to_prune(network, graph)
+            raise nothing_to_prune(network, graph, settings)
         anew = [group.name for group in groups if settings.recorded(group) is None]
         if settings.reuse and anew:
             console.note(
@@ -86,6 +92,15 @@ def check(
             why="--keep leaves all of them whole" if settings.plan else "it is empty",
             try_=f"dcptool analyze {network.base} --emit-plan plan.json",
         )
+
+
+def _tell_idle_patterns(settings: Selection, graph: ChannelGraph) -> None:
+    """Warn of names in --keep and --rate-of that no group has: they may be misspelled."""
+    names = [group.name for group in graph.groups]
+    for option, patterns in (("--keep", settings.keep), ("--rate-of", settings.rates)):
+        for pattern in patterns:
+            if not any(fnmatch.fnmatch(name, pattern) for name in names):
+                console.warn(f"{option} {pattern}: no group has such a name")
 
 
 def prune(

@@ -44,13 +44,16 @@ def choose_positions(
     count: int,
     generator: torch.Generator,
     share: slice = slice(None),
+    *,
+    tokens: bool = False,
 ) -> Positions:
     """Random positions of a layer's output, as many for each image; all if there are few.
 
-    `shape` is that of the output for any number of images. With a `share` only the rows of
-    those of the `images` come back, with the positions they have among all.
+    `shape` is that of the output for any number of images, with channels last for `tokens`. With
+    a `share` only the rows of those of the `images` come back, with the positions they have among
+    all.
     """
-    height, width = _grid(shape)
+    height, width = _grid(shape, tokens=tokens)
     total = height * width
     if total <= count:
         flat = torch.arange(total).expand(images, total)
@@ -60,20 +63,20 @@ def choose_positions(
     return Positions(flat // width, flat % width)
 
 
-def _grid(shape: Sequence[int]) -> tuple[int, int]:
+def _grid(shape: Sequence[int], *, tokens: bool) -> tuple[int, int]:
     """Positions of an output: maps have two dimensions of them, tokens one, vectors none."""
-    if len(shape) == 4:
+    if len(shape) == 4 and not tokens:
         return shape[2], shape[3]
     return 1, max(1, math.prod(shape[1:-1]))
 
 
-def values_at(output: Tensor, positions: Positions) -> Tensor:
+def values_at(output: Tensor, positions: Positions, *, tokens: bool = False) -> Tensor:
     """Rows (images * count, channels) of an output at the given positions."""
     positions = positions.to(output.device)
-    if output.dim() != 4:
-        tokens = output.reshape(output.shape[0], -1, output.shape[-1])
-        index = positions.columns.unsqueeze(-1).expand(-1, -1, tokens.shape[-1])
-        return tokens.gather(1, index).flatten(0, 1)
+    if output.dim() != 4 or tokens:
+        rows = output.reshape(output.shape[0], -1, output.shape[-1])
+        index = positions.columns.unsqueeze(-1).expand(-1, -1, rows.shape[-1])
+        return rows.gather(1, index).flatten(0, 1)
     flat = output.flatten(2)
     index = (positions.rows * output.shape[3] + positions.columns).unsqueeze(1)
     return flat.gather(2, index.expand(-1, flat.shape[1], -1)).transpose(1, 2).flatten(0, 1)

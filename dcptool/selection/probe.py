@@ -39,8 +39,18 @@ from dcptool.selection.targets import Target, find_target, invert, norm_scale
 Tick = Callable[[], None]
 
 
+# Columns of a layer that the closed form still takes: four matrices of this size are 5 GB.
+MOST_COLUMNS = 12288
+
+
 def nothing() -> None:
     """Go on."""
+
+
+def columns_of(layer: nn.Module) -> int:
+    """Inputs that a layer weighs at one position."""
+    weight = layer.weight
+    return weight[0].numel() if isinstance(weight, Tensor) else 0
 
 
 @dataclass
@@ -58,6 +68,7 @@ class Probe:
     seed: int
     target: str
     tick: Tick
+    most_columns: int = MOST_COLUMNS
     place: int = 0
     dense_features: Store = field(init=False)
     current_features: Store = field(init=False)
@@ -136,7 +147,7 @@ class Probe:
             values = run_segment(self.chain, self.segment, self.dense, features, ask)
             for node, source in wanted.items():
                 at = self._positions(node, number, draws[node])
-                self._aims[node].add(values_at(values[source], at))
+                self._aims[node].add(values_at(values[source], at, tokens=self._has_tokens(node)))
             self.dense_features.replace(number, values[self.segment.output])
         self._is_dense_ahead = True
 
@@ -146,7 +157,12 @@ class Probe:
     def _positions(self, node: fx.Node, batch: int, draw: torch.Generator) -> Positions:
         """The positions of a layer's output that enter the solution."""
         shape, images = node.meta[VALUE].shape, self.samples.sizes[batch]
-        return choose_positions(shape, images, self.positions, draw, self.samples.share)
+        share, tokens = self.samples.share, self._has_tokens(node)
+        return choose_positions(shape, images, self.positions, draw, share, tokens=tokens)
+
+    def _has_tokens(self, node: fx.Node) -> bool:
+        """Whether the channels of a layer's output come last, as a linear layer has them."""
+        return isinstance(self.current.get_submodule(str(node.target)), nn.Linear)
 
     def target_of(self, name: str) -> Target:
         """Where the target of a layer of the present segment is read."""
@@ -211,7 +227,8 @@ class Probe:
         kept = self.cuts[name].outputs if name in self.cuts else None
         if kept is None:
             return output
-        dim = 1 if output.dim() == 4 else output.dim() - 1
+        linear = isinstance(self.current.get_submodule(name), nn.Linear)
+        dim = output.dim() - 1 if linear else 1
         return output.index_select(dim, torch.tensor(kept, device=output.device))
 
     def _rows(self, name: str, layer: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
@@ -233,7 +250,8 @@ class Probe:
                     aim = aim[:, list(kept)]
                 if target.other is not None:
                     scale, shift = norm_scale(self.current, target.norm, aim.shape[1])
-                    aim = invert(aim - values_at(now[target.other], at), scale, shift)
+                    other = values_at(now[target.other], at, tokens=self._has_tokens(node))
+                    aim = invert(aim - other, scale, shift)
                 yield rows_at(layer, now[source], at), aim
 
     def zeros(self, name: str, group: Group) -> Tensor | None:
@@ -245,7 +263,8 @@ class Probe:
         index = {unit: i for i, unit in enumerate(group.units)}
         for (features,) in self.current_features:
             seen = run_segment(self.chain, self.segment, self.current, features, [node])[node]
-            flat = seen.transpose(0, 1).flatten(1) if seen.dim() == 4 else seen.flatten(0, -2).T
+            linear = isinstance(self.current.get_submodule(name), nn.Linear)
+            flat = seen.flatten(0, -2).T if linear else seen.transpose(0, 1).flatten(1)
             share = (flat == 0).double().sum(1).cpu()
             for channel, unit in enumerate(inputs):
                 if unit in index:
@@ -284,7 +303,8 @@ class Probe:
             positions = gradient.numel() // (
                 gradient.shape[0] * len(self.graph.sites[name].outputs)
             )
-            slopes.add(rows_at(layer, read, at), values_at(gradient, at), positions)
+            slope = values_at(gradient, at, tokens=self._has_tokens(node))
+            slopes.add(rows_at(layer, read, at), slope, positions)
         self._sum(slopes.d, slopes.f)
         slopes.rows = self._total(slopes.rows)
         return slopes
@@ -296,7 +316,8 @@ class Probe:
         """
         segment = self.segment if place is None else self.chain.segments[place]
         inside = all(node in segment.nodes for node in self.chain.calls[name])
-        return inside and is_readable(self.current.get_submodule(name))
+        layer = self.current.get_submodule(name)
+        return inside and is_readable(layer) and columns_of(layer) <= self.most_columns
 
     def depends(self, later: str, earlier: str) -> bool:
         """Whether what a layer of the present segment reads depends on another one's output."""

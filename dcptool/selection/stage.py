@@ -8,6 +8,7 @@ before the walk, from all of them; the walk then passes each reader again.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from dcptool.selection.greedy import LossAt, Sgd, choose
 from dcptool.selection.joint import join, weigh
 from dcptool.selection.methods import METHODS
 from dcptool.selection.methods.question import Question, filter_sums
-from dcptool.selection.probe import Probe, Tick, nothing
+from dcptool.selection.probe import MOST_COLUMNS, Probe, Tick, columns_of, nothing
 from dcptool.selection.samples import Samples
 from dcptool.selection.settings import Selection, stop_by_epsilon
 from dcptool.selection.store import Room
@@ -89,6 +90,7 @@ class Stage:
             settings.seed,
             settings.target,
             tick,
+            sys.maxsize if self._walks() else MOST_COLUMNS,
         )
         self.current = current
         self.dist = samples.dist
@@ -240,7 +242,7 @@ class Stage:
         return weights[self._kept_columns(name)]
 
     def _walks(self) -> bool:
-        return self.settings.solver == "sgd" and self.settings.method in LOOPED
+        return is_looped(self.settings)
 
     def _is_solvable(self, name: str) -> bool:
         place = self.chain.place_of(name) if name in self.chain.calls else None
@@ -435,6 +437,27 @@ def _unsolvable(group: Group) -> InputError:
         why="no layer that reads it can be solved for",
         try_=f"--keep {group.name}",
     )
+
+
+def too_wide(settings: Selection, groups: Sequence[Group], module: nn.Module) -> InputError | None:
+    """What is to be said of groups whose readers are all too wide for the closed form."""
+    if not METHODS[settings.method].needs_data or is_looped(settings):
+        return None
+    for group in groups:
+        columns = {name: columns_of(module.get_submodule(name)) for name in group.consumers}
+        if settings.kept(group) != len(group.units) and min(columns.values()) > MOST_COLUMNS:
+            name = min(columns, key=columns.__getitem__)
+            return InputError(
+                f"cannot choose channels of {group.name} in closed form",
+                why=f"{name} reads {columns[name]} columns, {MOST_COLUMNS} is the most",
+                try_=f"--keep {group.name}, --solver sgd, or --method l1",
+            )
+    return None
+
+
+def is_looped(settings: Selection) -> bool:
+    """Whether channels are chosen by the paper's loop."""
+    return settings.solver == "sgd" and settings.method in LOOPED
 
 
 def relative(moments: Moments) -> Moments:

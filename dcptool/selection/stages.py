@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
@@ -81,7 +81,7 @@ def select(
     """
     graph = build_graph(network.module, network.input.size)
     if not settings.groups(graph):
-        raise nothing_to_prune(network, graph)
+        raise nothing_to_prune(network, graph, settings)
     dense = copy.deepcopy(network.module).eval().to(device)
     current = copy.deepcopy(dense)
     outcome = Outcome(network)
@@ -161,14 +161,16 @@ def _ends_in(layers: Sequence[str], pivot: str, graph: ChannelGraph) -> bool:
     return bool(layers) and bool(within) and all(order[n] <= max(within) for n in layers)
 
 
-def nothing_to_prune(network: Network, graph: ChannelGraph) -> InputError:
+def nothing_to_prune(network: Network, graph: ChannelGraph, settings: Selection) -> InputError:
     """The error for a network in which the given options open nothing."""
     statuses: Mapping[str, int] = {
         status: sum(g.status == status for g in graph.groups)
         for status in ("outside", "coupled", "locked")
     }
     reason = next((g.reason for g in graph.groups if g.status == "locked"), "")
-    if statuses["outside"]:
+    if replace(settings, keep=()).groups(graph):
+        why, try_ = "--keep leaves every group whole", "fewer or narrower patterns in --keep"
+    elif statuses["outside"]:
         why, try_ = f"{statuses['outside']} groups are outside the paper's scope", "add --scope all"
     elif statuses["coupled"]:
         why = f"{statuses['coupled']} groups are tied by residual adds"

@@ -19,6 +19,8 @@ import dcptool
 
 FAST = ["--samples", "64", "--positions", "16", "--stage-steps", "2", "--no-pretrained"]
 
+UNLABELLED = ["--images", "photos", "--no-training"]
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -237,12 +239,15 @@ def test_plan_by_hand(place: Path, photos: Path) -> None:
         (["--epsilon", "0.1", "--method", "l1"], 2, "needs a loss"),
         (["--rate", "0.3", "--images", "missing"], 3, "missing"),
         (["--rate", "0.3", "--images", "photos"], 2, "--no-training"),
+        (["--rate", "0.3", *UNLABELLED, "--keep", "*"], 3, "--keep leaves every group whole"),
+        (["--plan", "empty.json", *UNLABELLED], 3, "it is empty"),
     ],
 )
 def test_bad_input_ends_early_and_writes_nothing(
     place: Path, photos: Path, arguments: list[str], code: int, says: str
 ) -> None:
     before = sorted(p.name for p in (place / "runs").iterdir()) if (place / "runs").exists() else []
+    (place / "empty.json").write_text('{"dcptool_plan": 1, "groups": {}}')
     done = _run(place, "prune", "test_resnet", "--no-pretrained", *arguments)
     assert done.returncode == code, done.stderr
     assert says in done.stderr

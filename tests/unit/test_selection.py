@@ -22,6 +22,7 @@ from dcptool.selection.heads import WithHead, head_loss, new_head
 from dcptool.selection.methods import METHODS
 from dcptool.selection.methods.question import Question
 from dcptool.selection.settings import Recorded, Selection, stop_by_epsilon
+from dcptool.selection.stage import too_wide
 from dcptool.selection.stages import Progress, plan_stages, select
 from dcptool.selection.store import Room, Store
 from dcptool.selection.tail import build_tail
@@ -495,6 +496,64 @@ def test_going_on_after_a_group_that_stays_whole_gives_the_same_network() -> Non
         rest = select(network, images, settings, start=progress)
         wanted, got = whole.network.module.state_dict(), rest.network.module.state_dict()
         assert all(torch.equal(wanted[k], got[k]) for k in wanted)
+
+
+class ChannelsLast(nn.Module):
+    """Two linear layers on maps whose channels come last, as ConvNeXt has them."""
+
+    def __init__(self, *, linear: bool) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.up = nn.Linear(8, 12) if linear else nn.Conv2d(8, 12, 1)
+        self.down = nn.Linear(12, 8) if linear else nn.Conv2d(12, 8, 1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        if isinstance(self.up, nn.Linear):
+            x = x + self.down(torch.relu(self.up(x.permute(0, 2, 3, 1)))).permute(0, 3, 1, 2)
+        else:
+            x = x + self.down(torch.relu(self.up(x)))
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("method", ["dcp", "apoz", "thinet"])
+def test_linear_layers_on_maps_are_solved_as_convs_of_one_tap(method: str) -> None:
+    def kept(linear: bool) -> tuple[int, ...]:
+        torch.manual_seed(0)
+        module = ChannelsLast(linear=False).eval()
+        state = module.state_dict()
+        if linear:
+            module = ChannelsLast(linear=True).eval()
+            module.load_state_dict(
+                {
+                    k: v.flatten(1) if k[:2] in ("up", "do") and v.dim() == 4 else v
+                    for k, v in state.items()
+                }
+            )
+        network = Network(module, Base("custom", "ChannelsLast", 5), SPEC)
+        settings = Selection(rate=Fraction("0.5"), method=method, positions=256, target="conv")
+        (choice,) = select(network, _images(), settings).choices
+        assert choice.group == "up"
+        return choice.kept
+
+    assert kept(True) == kept(False)
+
+
+def test_layers_too_wide_for_the_closed_form_are_named() -> None:
+    module = nn.Sequential(
+        nn.Conv2d(3, 64, 1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 256, 5), nn.Linear(5, 5)
+    )
+    groups = [g for g in build_graph(module, SPEC.size).groups if g.units and "0" in g.name]
+    half = Selection(rate=Fraction("0.5"))
+    fault = too_wide(half, groups, module)
+    assert fault is not None
+    assert "3 reads 16384 columns" in fault.why
+    assert too_wide(replace(half, method="l1"), groups, module) is None
+    assert too_wide(replace(half, solver="sgd"), groups, module) is None
+    network = Network(module.eval(), Base("custom", "Wide", 5), SPEC)
+    outcome = select(network, _images(), replace(half, method="l1"))
+    assert outcome.network.module[3].in_features == 32 * 256
 
 
 def test_residual_groups_are_chosen_from_all_their_readers() -> None:
