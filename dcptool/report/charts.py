@@ -15,6 +15,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 MOST_POINTS = 160
+NAME_WIDTH = 180
 STYLE = Path(__file__).with_name("charts.css")
 
 
@@ -113,22 +114,23 @@ def curves(
     y_name: str,
     width: int = 560,
     height: int = 260,
-    from_zero: bool = False,
+    counts: bool = False,
 ) -> Markup:
-    """Lines over one pair of axes."""
+    """Lines over one pair of axes; with `counts` the axis below has whole numbers alone."""
     points = [p for line in lines for p in line.points]
     if not points:
         return Markup("")
-    left, right, top, bottom = 58, 12, 14, 40
+    left, right, bottom = 58, 12, 40
+    top = 32 if len(lines) > 1 else 14
     x0, x1 = _range([x for x, _ in points])
-    y0, y1 = _range([y for _, y in points], zero=from_zero)
+    y0, y1 = _range([y for _, y in points])
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = left + (width - left - right) * (x - x0) / (x1 - x0)
         return across, height - bottom - (height - top - bottom) * (y - y0) / (y1 - y0)
 
     out = [_open(width, height, title)]
-    out += _axes(place, (x0, x1), (y0, y1), (x_name, y_name), width, height)
+    out += _axes(place, (x0, x1), (y0, y1), (x_name, y_name), 1.0 if counts else 0.0)
     for number, line in enumerate(lines):
         shown = [place(x, y) for x, y in thin(line.points)]
         text = " ".join(f"{x:.1f},{y:.1f}" for x, y in shown)
@@ -142,7 +144,7 @@ def curves(
             x, y = place(*line.mark)
             out.append(_dot("mark", x, y, 4.5, line.tip or line.name))
     if len(lines) > 1:
-        out += _legend([line.name for line in lines], width)
+        out += _legend([line.name for line in lines], left)
     out.append(Markup("</svg>"))
     return Markup("").join(out)
 
@@ -156,7 +158,7 @@ def points(
     y_name: str,
 ) -> Markup:
     """Named points, and the line of those that nothing else beats in both ways."""
-    width, height, left, right, top, bottom = 640, 340, 58, 90, 16, 42
+    width, height, left, right, top, bottom = 640, 340, 58, 16, 16, 42
     x0, x1 = _range([x for x, _, _ in dots], room=0.08)
     y0, y1 = _range([y for _, y, _ in dots], room=0.1)
 
@@ -165,13 +167,21 @@ def points(
         return across, height - bottom - (height - top - bottom) * (y - y0) / (y1 - y0)
 
     out = [_open(width, height, title)]
-    out += _axes(place, (x0, x1), (y0, y1), (x_name, y_name), width, height)
+    out += _axes(place, (x0, x1), (y0, y1), (x_name, y_name))
     line = " ".join("{:.1f},{:.1f}".format(*place(*p)) for p in front)
     out.append(Markup('<polyline class="front" points="{}"/>').format(line))
-    for x, y, name in dots:
+    written: list[tuple[float, float]] = []
+    for x, y, name in sorted(dots, key=lambda dot: -dot[1]):
         a, b = place(x, y)
         out.append(_dot("point", a, b, 6, f"{name}: {_short(x)}, {y:.2f}"))
-        out.append(_text(a + 9, b + 4, _cut(name, 24), "label"))
+        low = b + 4
+        # Names of points that lie together stand below each other.
+        while any(abs(a - other) < NAME_WIDTH and abs(low - line) < 13 for other, line in written):
+            low += 13
+        written.append((a, low))
+        is_right = a > width / 2
+        kind = "label end" if is_right else "label"
+        out.append(_text(a - 9 if is_right else a + 9, low, _cut(name, 34), kind))
     out.append(Markup("</svg>"))
     return Markup("").join(out)
 
@@ -197,8 +207,7 @@ def _axes(
     xs: tuple[float, float],
     ys: tuple[float, float],
     names: tuple[str, str],
-    width: float,
-    height: float,
+    least_step: float = 0.0,
 ) -> list[Markup]:
     out = []
     start, _ = place(xs[0], ys[0])
@@ -206,7 +215,7 @@ def _axes(
     for value in _ticks(*ys):
         _, y = place(xs[0], value)
         out += [_line("grid", start, y, end, y), _text(start - 6, y + 4, _short(value), "tick")]
-    for value in _ticks(*xs, most=6):
+    for value in _ticks(*xs, least=least_step):
         x, _ = place(value, ys[0])
         out.append(_text(x, ground + 16, _short(value), "xtick"))
     out.append(_line("axis", start, ground, end, ground))
@@ -215,12 +224,13 @@ def _axes(
     return out
 
 
-def _legend(names: Sequence[str], width: float) -> list[Markup]:
+def _legend(names: Sequence[str], left: float) -> list[Markup]:
+    """Names above the lines, which may go anywhere below."""
     out = []
     for number, name in enumerate(names):
-        y = 22 + 16 * number
-        out.append(_line(f"line line{number % 4}", width - 150, y - 4, width - 130, y - 4))
-        out.append(_text(width - 125, y, _cut(name, 20), "label"))
+        x = left + 140 * number
+        out.append(_line(f"line line{number % 4}", x, 12, x + 20, 12))
+        out.append(_text(x + 25, 16, _cut(name, 18), "label"))
     return out
 
 
@@ -262,12 +272,8 @@ def _upright(x: float, y: float, text: str) -> Markup:
     )
 
 
-def _range(
-    values: Sequence[float], *, zero: bool = False, room: float = 0.0
-) -> tuple[float, float]:
+def _range(values: Sequence[float], *, room: float = 0.0) -> tuple[float, float]:
     low, high = min(values), max(values)
-    if zero:
-        low = min(low, 0.0)
     if high <= low:
         pad = abs(low) * 0.05 or 1.0
         return low - pad, high + pad
@@ -275,11 +281,11 @@ def _range(
     return low - pad, high + pad
 
 
-def _ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round values between two limits."""
+def _ticks(low: float, high: float, *, least: float = 0.0) -> list[float]:
+    """About five round values between two limits, at least `least` apart."""
     if high <= low:
         return [low]
-    raw = (high - low) / most
+    raw = max((high - low) / 5, least)
     size = 10.0 ** math.floor(math.log10(raw))
     step = next(size * f for f in (1, 2, 5, 10) if size * f >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)

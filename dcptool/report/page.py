@@ -73,7 +73,7 @@ def contexts(record: Record, built: architecture.Architecture | None) -> dict[st
 
 def compare(folders: Sequence[Path]) -> dict[str, Any]:
     """Write the report of every run, and a page beside the first that compares them."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for folder in folders:
         write(folder)
         record = collect(folder)
@@ -87,7 +87,7 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
                 "link": quote(_relative(folder / PAGE, folders[0].resolve().parent)),
                 "model": str(record.manifest.base),
                 "method": str(budget.get("method", "")),
-                "rate": budget.get("rate", budget.get("epsilon", "")),
+                "budget": _budget(budget),
                 "dense_top1": dense,
                 "top1": slim,
                 "macs": cost["slim"].get("macs"),
@@ -185,6 +185,11 @@ def _draw(found: Mapping[str, Any], folder: Path) -> list[str]:
         files.publish(path, charts.standalone(chart))
         paths.append(str(path))
     return paths
+
+
+def _budget(pruned: Mapping[str, Any]) -> str:
+    known = [key for key in ("rate", "epsilon", "plan") if key in pruned]
+    return " ".join("plan" if key == "plan" else f"{key} {pruned[key]}" for key in known)
 
 
 def _ratio(cost: Mapping[str, Mapping[str, int]], key: str) -> float | None:

@@ -21,7 +21,7 @@ STOPS = {
     "epsilon": "the loss no longer fell by more than epsilon",
 }
 MOST_CLASSES = 10
-QUANTILES = 101
+SHOWN_CALLS = 95
 
 
 def answer(record: Record, architecture: Architecture | None) -> Context:
@@ -191,7 +191,13 @@ def _norms(name: str, norms: Sequence[float]) -> Any:
 
 def _small(lines: Sequence[charts.Curve], title: str, y_name: str) -> Any:
     return charts.curves(
-        lines, title=title, x_name="channels", y_name=y_name, width=300, height=170
+        lines,
+        title=title,
+        x_name="channels",
+        y_name=y_name,
+        width=300,
+        height=170,
+        counts=True,
     )
 
 
@@ -206,7 +212,9 @@ def training(record: Record) -> Context | None:
     accuracy = [line("train_top1", "train top-1"), line("val_top1", "validation top-1")]
     rate = [line("lr", "learning rate")]
     charts_made = [
-        charts.curves([c for c in some if c.points], title=title, x_name="step", y_name=unit)
+        charts.curves(
+            [c for c in some if c.points], title=title, x_name="step", y_name=unit, counts=True
+        )
         for some, title, unit in (
             (loss, "Loss during training", "loss"),
             (accuracy, "Accuracy during training", "top-1 %"),
@@ -248,6 +256,7 @@ def latency(record: Record) -> Context | None:
         "charts": _distributions(bench),
         "profile": _profile(bench),
         "machine": machine(bench),
+        "shown_calls": SHOWN_CALLS,
     }
 
 
@@ -269,8 +278,9 @@ def _distributions(bench: Mapping[str, Any]) -> list[Context]:
         times = numbers(entry.get("quantiles_ms"))
         if len(times) < 2:
             continue
-        # The last percent is what the machine did meanwhile; it would flatten all else.
-        shown = [(ms, 100 * i / (len(times) - 1)) for i, ms in enumerate(times)][:-1]
+        # The slowest calls are what the machine did meanwhile; they would flatten all else.
+        shares = [(ms, 100 * i / (len(times) - 1)) for i, ms in enumerate(times)]
+        shown = [(ms, share) for ms, share in shares if share <= SHOWN_CALLS]
         name = str(entry.get("model"))
         tip = f"{name}: median {times[len(times) // 2]:.2f} ms"
         found.setdefault(_condition(entry), []).append(charts.Curve(name, shown, None, tip))
