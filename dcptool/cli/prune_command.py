@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from contextlib import ExitStack
@@ -137,6 +138,11 @@ def _work(
 
     if options["stage_steps"] is not None and options["stage_epochs"] is not None:
         raise UsageError("--stage-steps and --stage-epochs say the same thing twice")
+    for key in ("stage_epochs", "stage_lr", "min_agreement"):
+        if options[key] is not None and not math.isfinite(options[key]):
+            raise UsageError(
+                f"--{key.replace('_', '-')} {options[key]:g} is no number to work with"
+            )
     training = training_of(options["training"])
     device = choose_device(options["device"], launch.local_rank())
     with ExitStack() as stack:
@@ -187,11 +193,10 @@ def _work(
             return None
         if folder.parent == rundir.runs_folder(options["runs_dir"]):
             rundir.set_latest(folder)
-        from dcptool.report import page, record
+        from dcptool.report import page
 
         kept = {**document, "artifact": folder.name}
-        record.keep_result(folder, "prune", kept, recorded.typed())
-        page.after(folder)
+        page.after(folder, "prune", kept, recorded.typed())
         console.note(prune_record.next_commands(document["artifact"]))
         return document
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,6 +165,10 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int) -> Selection:
         faults.append(f"--epsilon {given['epsilon']:g} is out of range: 0 < epsilon < 1")
     if given["epsilon"] is not None and given["method"] not in ("dcp", "thinet"):
         faults.append(f"--epsilon needs a loss to watch, which --method {given['method']} has not")
+    if math.isnan(given["discrimination"]):
+        faults.append("--lambda nan is no weight")
+    if not math.isfinite(given["cache_gb"]):
+        faults.append(f"--cache-gb {given['cache_gb']:g} is no amount of memory")
     loop = given["solver"] == "sgd"
     defaults = {"target": "conv", "score": "gradient"} if loop else _CLOSED_FORM
     given = {k: defaults[k] if k in defaults and v is None else v for k, v in given.items()}

@@ -93,33 +93,33 @@ def main() -> None:
     os.environ["XDG_CACHE_HOME"] = str(root / "cache-whole")
     seconds = finish([*base, "-o", str(whole)], options.processes)
     os.environ["XDG_CACHE_HOME"] = str(root / "cache-broken")
-    again = ["prune", "--resume", str(broken)]
-    if options.processes > 1:
-        again += ["--nproc-per-node", str(options.processes)]
     ends: Counter[str] = Counter()
-    while sum(ends.values()) < options.kills and not (broken / "manifest.json").exists():
-        fresh = not (broken / "prune.json").exists()
-        shutil.rmtree(broken, ignore_errors=True) if fresh else None
-        process = start([*base, "-o", str(broken)] if fresh else again, options.processes)
-        time.sleep(draw.uniform(0.5, 0.6 * seconds))
-        number = draw.choice(SIGNALS)
-        told = end(process, number, options.processes)
-        ends[number.name] += 1
-        states = len(list(broken.rglob("state-*.safetensors")))
-        decided = (broken / "steps.jsonl").read_text().count("\n") if not fresh else 0
-        last = told.strip().splitlines()[-1:] or [""]
-        sys.stderr.write(f"{number.name}: {states} states, {decided} groups; {last[0][:100]}\n")
-    if not (broken / "manifest.json").exists():
-        finish(again, options.processes)
-    result = {
-        "ends": dict(ends),
-        "weights_equal": same(whole, broken, "model.safetensors"),
-        "record_equal": same(whole, broken, "steps.jsonl"),
-        "checkpoints_left": (broken / "checkpoints").exists(),
-    }
-    sys.stdout.write(json.dumps(result) + "\n")
-    if not (result["weights_equal"] and result["record_equal"]) or result["checkpoints_left"]:
-        raise SystemExit(f"kept for a look: {root}")
+    runs, equal = 0, True
+    while sum(ends.values()) < options.kills:
+        again = ["prune", "--resume", str(broken)]
+        if options.processes > 1:
+            again += ["--nproc-per-node", str(options.processes)]
+        while sum(ends.values()) < options.kills and not (broken / "manifest.json").exists():
+            fresh = not (broken / "prune.json").exists()
+            if fresh:
+                shutil.rmtree(broken, ignore_errors=True)
+            process = start([*base, "-o", str(broken)] if fresh else again, options.processes)
+            time.sleep(draw.uniform(0.5, 0.6 * seconds))
+            number = draw.choice(SIGNALS)
+            told = end(process, number, options.processes)
+            ends[number.name] += 1
+            states = len(list(broken.rglob("state-*.safetensors")))
+            last = told.strip().splitlines()[-1:] or [""]
+            sys.stderr.write(f"{number.name}: {states} states; {last[0][:80]}\n")
+        if not (broken / "manifest.json").exists():
+            rest = again if (broken / "prune.json").exists() else [*base, "-o", str(broken)]
+            finish(rest, options.processes)
+        runs += 1
+        equal &= same(whole, broken, "model.safetensors") and same(whole, broken, "steps.jsonl")
+        if not equal or (broken / "checkpoints").exists():
+            raise SystemExit(f"not the same, or not cleared; kept for a look: {root}")
+        shutil.rmtree(broken)
+    sys.stdout.write(json.dumps({"ends": dict(ends), "runs": runs, "equal": equal}) + "\n")
     shutil.rmtree(root)
 
 
