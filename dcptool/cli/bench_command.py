@@ -151,13 +151,12 @@ def command(
     failure = _gate(document, min_speedup)
     if len(targets) == 1 and bench_targets.is_artifact(targets[0]) and baseline in (None, "dense"):
         from dcptool.cli import recorded
-        from dcptool.report import page, record
+        from dcptool.report import page
 
         # A run may be handed on, so no path of this machine goes with it.
         rows = [{**row, "file": Path(row["file"]).name} for row in document["rows"]]
         kept = {**document, "rows": rows}
-        record.keep_result(Path(targets[0]), "bench", kept, recorded.typed())
-        page.after(Path(targets[0]))
+        page.after(Path(targets[0]), "bench", kept, recorded.typed())
     text = bench_table.text(
         document, style="csv" if as_csv else "markdown" if as_markdown else "plain"
     )

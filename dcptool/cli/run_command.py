@@ -90,12 +90,11 @@ def command(
         raise Interrupted(getattr(err, "number", signal.SIGINT), try_=again) from err
     if document["artifact"]:
         from dcptool.cli import recorded
-        from dcptool.report import page, record
+        from dcptool.report import page
 
         folder = Path(document["run"])
         kept = {key: document[key] for key in ("recipe", "summary", "gates", "seconds")}
-        record.keep_result(folder, "run", kept, recorded.typed())
-        page.after(folder)
+        page.after(folder, "run", kept, recorded.typed())
     app.emit("run", document, _text(document), as_json=as_json, failure=failure)
 
 

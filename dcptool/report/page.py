@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from dcptool import __version__, console, files
 from dcptool.report import architecture, charts, sections
-from dcptool.report.record import Record, collect
+from dcptool.report.record import Record, collect, keep_result
 
 PAGE, COMPARISON = "report.html", "comparison.html"
 PLACE = Path(__file__).parent
@@ -28,10 +28,17 @@ FILLED_BY = {
 }
 
 
-def after(folder: Path) -> None:
-    """Write the report of a run at the end of a command; what goes wrong is only told."""
+def after(
+    folder: Path, command: str = "", document: Mapping[str, Any] | None = None, typed: str = ""
+) -> None:
+    """Write the report of a run at the end of a command; what goes wrong is only told.
+
+    The `document` of the command is left in the run before, where one is given.
+    """
     try:
-        write(folder)
+        if document is not None:
+            keep_result(folder, command, document, typed)
+        console.note(f"report: {write(folder)['file']}")
     except Exception as err:
         said = str(err).splitlines()[0] if str(err) else type(err).__name__
         console.warn(f"no report written: {said}; dcptool report {folder} tries again")

@@ -28,7 +28,6 @@ from dcptool.selection.features import (
 )
 from dcptool.selection.gram import Moments
 from dcptool.selection.greedy import Joint, LossAt
-from dcptool.selection.joint import Slopes
 from dcptool.selection.samples import Samples
 from dcptool.selection.store import Room, Store
 from dcptool.selection.tail import build_tail
@@ -274,8 +273,8 @@ class Probe:
         total = self._total(total)
         return counts / total if bool(counts.any()) else None
 
-    def slopes(self, name: str, pivot: str | None, losses: Sequence[LossAt]) -> Slopes:
-        """Gradients of each image's loss at the outputs of one layer, with what it reads there.
+    def slopes(self, name: str, pivot: str | None, losses: Sequence[LossAt]) -> Tensor:
+        """Second moments of the gradients of each image's loss at the outputs of one layer.
 
         `losses` gives, for each batch, the summed loss from the value at the pivot.
         """
@@ -283,9 +282,9 @@ class Probe:
         end, last = self.chain.end_of(pivot)
         tail = build_tail(self.chain, [name], self.place, last)
         node = self.chain.calls[name][0]
-        source = node.all_input_nodes[0]
         bias = layer.bias if isinstance(layer.bias, Tensor) else None
-        slopes = Slopes.empty(len(self.weights(name)), len(self.graph.sites[name].outputs))
+        outputs = len(self.graph.sites[name].outputs)
+        total = torch.zeros(outputs, outputs, dtype=torch.float64)
         draw = self._draw()
         batches = zip(self.current_features, losses, strict=True)
         for number, ((start,), loss_at) in enumerate(batches):
@@ -297,17 +296,10 @@ class Probe:
                 found = tail.finish(self.current, features, {name: (weight, bias)}, [node, end])
                 (gradient,) = torch.autograd.grad(loss_at(found[end]), found[node])
             at = self._positions(node, number, draw)
-            read = dict(zip(tail.frontier, features, strict=True)).get(source)
-            if read is None:
-                read = run_segment(self.chain, self.segment, self.current, start, [source])[source]
-            positions = gradient.numel() // (
-                gradient.shape[0] * len(self.graph.sites[name].outputs)
-            )
-            slope = values_at(gradient, at, tokens=self._has_tokens(node))
-            slopes.add(rows_at(layer, read, at), slope, positions)
-        self._sum(slopes.d, slopes.f)
-        slopes.rows = self._total(slopes.rows)
-        return slopes
+            slope = values_at(gradient, at, tokens=self._has_tokens(node)).double()
+            total += (slope.T @ slope).cpu()
+        self._sum(total)
+        return total
 
     def readable(self, name: str, place: int | None = None) -> bool:
         """Whether a layer can be solved for: a dense conv or linear, called in one segment.

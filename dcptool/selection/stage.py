@@ -23,7 +23,7 @@ from dcptool.network.graph import Group, build_graph
 from dcptool.selection.chain import Chain, build_chain
 from dcptool.selection.gram import Moments, Ranking, refit
 from dcptool.selection.greedy import LossAt, Sgd, choose
-from dcptool.selection.joint import join, weigh
+from dcptool.selection.joint import metric, weigh
 from dcptool.selection.methods import METHODS
 from dcptool.selection.methods.question import Question, filter_sums
 from dcptool.selection.probe import MOST_COLUMNS, Probe, Tick, columns_of, nothing
@@ -379,15 +379,12 @@ class Stage:
     def weighed(self, name: str, moments: Moments) -> Moments:
         """Moments with errors weighed as they count, in the joint loss where there is one.
 
-        For the order only: one Newton step of the head's loss with its empirical curvature
-        overshoots, and was measured to wreck the network, so the refit stays with the
-        reconstruction.
+        For the order only: a metric on errors cancels out of a least-squares refit.
         """
+        weights = self.probe.output_weights(name)
         if self.settings.method == "dcp" and self.settings.discrimination and self.losses:
             slopes = self.probe.slopes(name, self.pivot, self.losses)
-            present = self.probe.weights(name)
-            return weigh(*join(moments, slopes, present, self.settings.discrimination))
-        weights = self.probe.output_weights(name)
+            return weigh(moments, metric(weights, slopes, self.settings.discrimination))
         return Moments(
             moments.s, moments.c * weights, moments.energy * weights**2, moments.unit, moments.rows
         )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dcptool.selection import gram
@@ -18,7 +18,7 @@ from dcptool.selection.features import (
     taps,
     values_at,
 )
-from dcptool.selection.joint import Slopes, join
+from dcptool.selection.joint import metric, weigh
 from dcptool.selection.methods.thinet import contributions, drop_least
 
 
@@ -236,31 +236,38 @@ def test_drop_least_against_brute_force() -> None:
         gone.append(wanted)
 
 
-def test_joint_loss_without_discrimination_is_reconstruction() -> None:
-    moments, _, _, _ = _problem(4, 1, 3)
-    slopes = Slopes.empty(5, 3)
-    weights = torch.randn(5, 3, dtype=torch.float64)
-    joint, metric = join(moments, slopes, weights, 1.0)
-    assert torch.allclose(joint.c, moments.c)
-    assert torch.allclose(metric, torch.eye(3, dtype=torch.float64) / 3)
+def test_joint_metric_without_a_slope_is_reconstruction() -> None:
+    plain = torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64)
+    none = torch.zeros(3, 3, dtype=torch.float64)
+    assert torch.allclose(metric(plain, none, 1.0), torch.diag(plain.square() / 5))
 
 
-def test_joint_minimum_is_where_its_own_gradient_vanishes() -> None:
-    """The closed form against autograd on the quadratic model that it stands for."""
+def test_joint_metric_gives_both_losses_the_same_say() -> None:
+    """Whatever the scale of the gradients, each part has a trace of one at lambda 1."""
+    plain = torch.rand(4, dtype=torch.float64) + 0.1
+    g = torch.randn(50, 4, dtype=torch.float64)
+    for scale in (1e-6, 1.0, 1e6):
+        both = metric(plain, scale * g.T @ g, 1.0)
+        assert float(both.trace()) == pytest.approx(2.0)
+        alone = metric(plain, scale * g.T @ g, math.inf)
+        assert float(alone.trace()) == pytest.approx(1.001)
+
+
+def test_errors_count_as_the_metric_says() -> None:
+    """Loss of the rotated problem against the metric applied to the errors themselves."""
     moments, u, t, _ = _problem(4, 1, 3)
-    draw = torch.Generator().manual_seed(8)
-    g = torch.randn(len(u), 3, generator=draw, dtype=torch.float64)
+    g = torch.randn(40, 3, dtype=torch.float64)
+    omega = metric(torch.ones(3, dtype=torch.float64), g.T @ g, 0.7)
+    turned = weigh(moments, omega)
+    values, vectors = torch.linalg.eigh(omega)
+    root = vectors * values.sqrt()
+    kept = torch.tensor([True, False, True, True, True])
+    solved = gram.refit(turned, kept, ridge=0.0)
+    again = gram.refit(moments, kept, ridge=0.0)
+    assert torch.allclose(solved, again @ root, atol=1e-9)
     design = torch.cat([u, torch.ones(len(u), 1, dtype=u.dtype)], dim=1)
-    present = torch.randn(5, 3, generator=draw, dtype=torch.float64)
-    slopes = Slopes.empty(5, 3)
-    slopes.add(u, g, positions=4)
-    joint, _ = join(moments, slopes, present, 0.7)
-    solved = gram.refit(joint, torch.ones(5, dtype=torch.bool), ridge=0.0)
-    w = solved.clone().requires_grad_()
-    f = g.T @ g / len(u)
-    moved = design @ (w - present)
-    reconstruction = (design @ w - t).square().sum() / len(u) / (2 * 3)
-    linear = (g * moved).sum() / len(u)
-    curved = 0.5 * ((moved @ f) * moved).sum() / len(u)
-    (gradient,) = torch.autograd.grad(reconstruction + 0.7 * 4 * (linear + curved), w)
-    assert gradient.abs().max() < 1e-6 * F.normalize(solved, dim=0).abs().max() + 1e-6
+    errors = design @ again - t
+    wanted = float(((errors @ omega) * errors).sum() / len(u))
+    explained = float((turned.c * solved).sum())
+    energy = float(((t @ omega) * t).sum() / len(u))
+    assert energy - explained == pytest.approx(wanted, rel=1e-6)
