@@ -26,7 +26,7 @@ def check_classes(network: Network, data: Data) -> None:
         raise InputError(
             f"the data has {found} classes, {network.base} has {wanted}",
             why=f"classes of {data.source}: {_some(data.classes)}",
-            try_="--data-dir with the network's own classes, or first dcptool finetune --reset-head",
+            try_="--data-dir with the network's own classes, or finetune --reset-head first",
         )
     known = network.classes
     if known and data.classes and tuple(known) != data.classes:
@@ -35,7 +35,7 @@ def check_classes(network: Network, data: Data) -> None:
             "the data has other class names, or another order, than the network",
             why=f"class {number} is {data.classes[number]!r} in the data, "
             f"{known[number]!r} in the network",
-            try_="name the class folders as the network does, or first dcptool finetune --reset-head",
+            try_="name the class folders as the network does, or finetune --reset-head first",
         )
 
 
