@@ -190,6 +190,8 @@ def test_no_run(tmp_path):
 def test_a_failure_is_only_told(tmp_path, capsys):
     page.after(tmp_path)
     assert "warning: no report written" in capsys.readouterr().err
+    page.after(tmp_path / "gone", "bench", {}, "dcptool bench")
+    assert "warning: no report written" in capsys.readouterr().err
 
 
 def test_a_new_result_ends_what_was_measured_of_the_old_one(run):
