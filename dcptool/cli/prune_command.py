@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from contextlib import ExitStack
@@ -137,6 +138,11 @@ def _work(
 
     if options["stage_steps"] is not None and options["stage_epochs"] is not None:
         raise UsageError("--stage-steps and --stage-epochs say the same thing twice")
+    for key in ("stage_epochs", "stage_lr", "min_agreement"):
+        if options[key] is not None and not math.isfinite(options[key]):
+            raise UsageError(
+                f"--{key.replace('_', '-')} {options[key]:g} is no number to work with"
+            )
     training = training_of(options["training"])
     device = choose_device(options["device"], launch.local_rank())
     with ExitStack() as stack:
