@@ -8,6 +8,7 @@ pruned share the graph.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,7 @@ def run_segment(
     missing -= set(found)
     for node in chain.constants:
         env[node] = constant_value(root, node)
+    readers = Counter(source for node in segment.nodes for source in node.all_input_nodes)
     for node in segment.nodes:
         if not missing:
             break
@@ -113,6 +115,11 @@ def run_segment(
         if node in missing:
             found[node] = env[node]
             missing.discard(node)
+        for source in node.all_input_nodes:
+            # Maps of a whole batch are hundreds of megabytes: none stays longer than it is read.
+            readers[source] -= 1
+            if not readers[source]:
+                del env[source]
     return found
 
 
