@@ -25,9 +25,9 @@ from dcptool.pipeline.agreement import Agreement, agree, halves, settle_norms
 from dcptool.pipeline.job import Job
 from dcptool.pipeline.stage_training import SAVE_EVERY_S, StagePlan, StageTrainer
 from dcptool.report.record import keep_classes
+from dcptool.selection.limits import too_wide
 from dcptool.selection.probe import Tick
 from dcptool.selection.settings import Selection
-from dcptool.selection.stage import too_wide
 from dcptool.selection.stages import Listen, Outcome, Progress, nothing_to_prune, select
 from dcptool.training import signals
 from dcptool.training.checkpoint import Checkpoints, digest_of

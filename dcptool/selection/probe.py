@@ -28,6 +28,7 @@ from dcptool.selection.features import (
 )
 from dcptool.selection.gram import Moments
 from dcptool.selection.greedy import Joint, LossAt
+from dcptool.selection.limits import MOST_COLUMNS, columns_of
 from dcptool.selection.samples import Samples
 from dcptool.selection.store import Room, Store
 from dcptool.selection.tail import build_tail
@@ -38,18 +39,8 @@ from dcptool.selection.targets import Target, find_target, invert, norm_scale
 Tick = Callable[[], None]
 
 
-# Columns of a layer that the closed form still takes: four matrices of this size are 5 GB.
-MOST_COLUMNS = 12288
-
-
 def nothing() -> None:
     """Go on."""
-
-
-def columns_of(layer: nn.Module) -> int:
-    """Inputs that a layer weighs at one position."""
-    weight = layer.weight
-    return weight[0].numel() if isinstance(weight, Tensor) else 0
 
 
 @dataclass

@@ -24,16 +24,15 @@ from dcptool.selection.chain import Chain, build_chain
 from dcptool.selection.gram import Moments, Ranking, refit
 from dcptool.selection.greedy import LossAt, Sgd, choose
 from dcptool.selection.joint import metric, weigh
+from dcptool.selection.limits import MOST_COLUMNS, is_looped
 from dcptool.selection.methods import METHODS
 from dcptool.selection.methods.question import Question, filter_sums
-from dcptool.selection.probe import MOST_COLUMNS, Probe, Tick, columns_of, nothing
+from dcptool.selection.probe import Probe, Tick, nothing
 from dcptool.selection.samples import Samples
 from dcptool.selection.settings import Selection, stop_by_epsilon
 from dcptool.selection.store import Room
 
 READER_RIDGE = 1e-2
-# Methods that the paper trains channel by channel; the others have a closed form of their own.
-LOOPED = ("dcp", "random")
 
 
 @dataclass(frozen=True)
@@ -434,27 +433,6 @@ def _unsolvable(group: Group) -> InputError:
         why="no layer that reads it can be solved for",
         try_=f"--keep {group.name}",
     )
-
-
-def too_wide(settings: Selection, groups: Sequence[Group], module: nn.Module) -> InputError | None:
-    """What is to be said of groups whose readers are all too wide for the closed form."""
-    if not METHODS[settings.method].needs_data or is_looped(settings):
-        return None
-    for group in groups:
-        columns = {name: columns_of(module.get_submodule(name)) for name in group.consumers}
-        if settings.kept(group) != len(group.units) and min(columns.values()) > MOST_COLUMNS:
-            name = min(columns, key=columns.__getitem__)
-            return InputError(
-                f"cannot choose channels of {group.name} in closed form",
-                why=f"{name} reads {columns[name]} columns, {MOST_COLUMNS} is the most",
-                try_=f"--keep {group.name}, --solver sgd, or --method l1",
-            )
-    return None
-
-
-def is_looped(settings: Selection) -> bool:
-    """Whether channels are chosen by the paper's loop."""
-    return settings.solver == "sgd" and settings.method in LOOPED
 
 
 def relative(moments: Moments) -> Moments:

@@ -19,10 +19,10 @@ from dcptool.selection.budget import kept_count, parse_rate
 from dcptool.selection.chain import build_chain, run_segment
 from dcptool.selection.gram import Moments
 from dcptool.selection.heads import WithHead, head_loss, new_head
+from dcptool.selection.limits import too_wide
 from dcptool.selection.methods import METHODS
 from dcptool.selection.methods.question import Question
 from dcptool.selection.settings import Recorded, Selection, stop_by_epsilon
-from dcptool.selection.stage import too_wide
 from dcptool.selection.stages import Progress, plan_stages, select
 from dcptool.selection.store import Room, Store
 from dcptool.selection.tail import build_tail
