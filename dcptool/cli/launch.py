@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,11 +131,18 @@ def through_torchrun(processes: int) -> int:
 
 @contextmanager
 def _environment() -> Iterator[os._Environ[str]]:
-    """Let variables be set for children, and be gone after: more commands may follow here."""
+    """Let variables be set for children; all is as before after, as more commands may follow."""
     before = dict(os.environ)
+    # torch's launcher leaves its own handlers behind.
+    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {number: signal.getsignal(number) for number in watched}
     try:
         yield os.environ
     finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                if handler is not None:
+                    signal.signal(number, handler)
         for name in set(os.environ) - set(before):
             del os.environ[name]
         os.environ.update(before)

@@ -72,13 +72,13 @@ def test_later_steps_take_no_weights_but_the_seed():
 
 def test_all_faults_at_once_with_lines_and_suggestions():
     why = faults(
-        '[modle]\nname = "x"\n[prune]\nrat = 0.3\nsamples = "many"\nmethod = "best"\n'
+        '[modle]\nname = "x"\n[prune]\nrat = 0.3\npositions = "many"\nmethod = "best"\n'
         "[finetune]\nlr = 0\noutput = 'x'\n[bench]\nbatch_size = [1, true]\n"
     )
     assert why.splitlines() == [
         "line 1: there is no section [modle]; did you mean model?",
         "line 4: there is no key prune.rat; did you mean rate?",
-        "line 5: prune.samples: a whole number is wanted, not 'many'",
+        "line 5: prune.positions: a whole number is wanted, not 'many'",
         "line 6: prune.method: 'best' is not one of 'dcp', 'random', 'l1', 'apoz', 'thinet', 'cp'",
         "line 8: finetune.lr: 0.0 is not in the range x>0",
         "line 9: finetune.output: `dcptool run` chooses the folder",
@@ -90,9 +90,10 @@ def test_all_faults_at_once_with_lines_and_suggestions():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("samples = true", "a whole number is wanted, not true"),
-        ("samples = 1.5", "a whole number is wanted, not 1.5"),
+        ("positions = true", "a whole number is wanted, not true"),
+        ("positions = 1.5", "a whole number is wanted, not 1.5"),
         ("samples = 1000000000000000000000000000000", "out of range"),
+        ("samples = 0", "neither a count"),
         ("epsilon = nan", "out of range"),
         ("epsilon = inf", "out of range"),
         ("epsilon = 1e999", "out of range"),
