@@ -82,15 +82,24 @@ def copy(name: str, target: Path | None, force: bool, as_json: bool) -> None:
 @reporting_options
 def validate(names: tuple[str, ...], changes: tuple[str, ...], as_json: bool) -> None:
     """Check recipes without running them; all that is wrong is listed at once."""
-    from dcptool.cli import run_command, sections
+    from dcptool.cli import run_command, sections, study_run
     from dcptool.pipeline import recipe, run
 
     schema = sections.schema()
     found: list[dict[str, Any]] = []
     for name in names:
         one = recipe.read(name, schema, changes)
-        run_command.check(one)
+        points = []
+        if one.has("sweep"):
+            points = [point.name for point, _ in study_run.check(one)]
+        else:
+            run_command.check(one)
         steps = [step.name for step in run.steps_of(one)]
-        found.append({"name": one.name, "steps": steps, "settings": recipe.plain(one.sections)})
-    lines = [f"{one['name']}: right, {' -> '.join(one['steps'])}" for one in found]
+        settings = recipe.plain(one.sections)
+        found.append({"name": one.name, "steps": steps, "points": points, "settings": settings})
+    lines = [
+        f"{one['name']}: right, {' -> '.join(one['steps'])}"
+        + (f", {len(one['points'])} points" if one["points"] else "")
+        for one in found
+    ]
     emit("recipe", {"recipes": found}, "\n".join(lines), as_json=as_json)

@@ -63,8 +63,19 @@ def command(
     from dcptool.pipeline import rundir
 
     found = recipes.read(recipe, sections.schema(), changes)
-    steps = check(found)
     runs = rundir.runs_folder(runs_dir)
+    words = ["dcptool", "run", recipe]
+    words += [word for change in changes for word in ("--set", change)]
+    words += ["--runs-dir", str(runs_dir)] if runs_dir is not None else []
+    if found.has("sweep"):
+        from dcptool.cli import study_run
+
+        if dry_run:
+            study_run.dry_run(found, runs, as_json=as_json)
+        else:
+            study_run.run(found, runs, words, resume=resume, common=_common(ctx), as_json=as_json)
+        return
+    steps = check(found)
     if dry_run:
         from dcptool.pipeline import estimate
 
@@ -73,9 +84,6 @@ def command(
         return
     from dcptool.pipeline import run
 
-    words = ["dcptool", "run", recipe]
-    words += [word for change in changes for word in ("--set", change)]
-    words += ["--runs-dir", str(runs_dir)] if runs_dir is not None else []
     again = shlex.join([*words, "--resume"])
     try:
         document, failure = run.run(

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from dcptool.cli import app, options
+from dcptool.cli import app, options, study_sections
 from dcptool.pipeline.recipe import Key, Schema, Section
 
 # Where results go and how they are printed is for `run` to say, the same for every recipe.
@@ -37,6 +37,7 @@ DECIDED = {
 }
 PER_GROUP = "rate_of"
 RATE = "R"  # the metavar of options that take a rate as text, for the sake of its digits
+ENDLESS = ("--lambda",)  # options for which infinity is a value
 LARGEST = 2**63 - 1
 
 
@@ -58,7 +59,7 @@ def schema() -> Schema:
         click.Option(["--max-accuracy-drop"], type=click.FloatRange(0)),
         click.Option(["--min-speedup"], type=click.FloatRange(0)),
     ]
-    return {**found, "gates": Section(_keys(limits))}
+    return {**found, "gates": Section(_keys(limits)), **study_sections.sections()}
 
 
 def keys_of(command: str) -> dict[str, Key]:
@@ -160,7 +161,8 @@ def _text(param: click.Option, value: Any) -> str:
         is_number and isinstance(kind, click.types.StringParamType)
     ):
         raise ValueError(f"a text is wanted, not {_shown(value)}")
-    if is_number and not abs(float(value)) <= LARGEST:
+    endless = param.opts[0] in ENDLESS and is_number and float(value) == float("inf")
+    if is_number and not abs(float(value)) <= LARGEST and not endless:
         raise ValueError(f"{_shown(value)} is out of range")
     text = str(value)
     if param.metavar == RATE:

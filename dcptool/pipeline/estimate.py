@@ -58,12 +58,20 @@ class Images:
     report: int
 
 
-def estimate(recipe: Recipe, params: Params) -> dict[str, Any]:
-    """The document of a dry run; `params` are the options of each step, defaults included."""
+def estimate(
+    recipe: Recipe, params: Params, speeds: dict[str, Speed] | None = None
+) -> dict[str, Any]:
+    """The document of a dry run; `params` are the options of each step, defaults included.
+
+    `speeds` keeps what was measured of a network for the next one of the same kind.
+    """
     network, data, missing = _open(recipe, params)
     if data is not None:
         network.input = data.input
-    speed = measure(network)
+    known = f"{network.base} {network.input.size}"
+    speed = (speeds or {}).get(known) or measure(network)
+    if speeds is not None:
+        speeds[known] = speed
     rate = recipe.get("prune", "rate")
     rates = (str(rate),) if rate is not None else ("0.3",)
     pruning = params.get("prune", {})
@@ -84,7 +92,7 @@ def estimate(recipe: Recipe, params: Params) -> dict[str, Any]:
         seconds = _seconds(step, params[step.name], network, data, counts, speed, share)
         names, disk = _files(step, sides)
         rows.append({"name": step.name, "files": names, "bytes": disk, "seconds": seconds})
-    known = [row["seconds"] for row in rows if row["seconds"] is not None]
+    costs = [row["seconds"] for row in rows if row["seconds"] is not None]
     return {
         "recipe": recipe.name,
         "dry_run": True,
@@ -101,7 +109,7 @@ def estimate(recipe: Recipe, params: Params) -> dict[str, Any]:
         "slim": {key: slim[key] for key in ("params", "macs")},
         "steps": rows,
         "bytes": sum(row["bytes"] for row in rows),
-        "seconds": round(sum(known), 1) if len(known) == len(rows) else None,
+        "seconds": round(sum(costs), 1) if len(costs) == len(rows) else None,
     }
 
 

@@ -43,11 +43,15 @@ class Key:
 
 @dataclass(frozen=True)
 class Section:
-    """The keys of one section, and why some names are not among them."""
+    """The keys of one section, and why some names are not among them.
+
+    `whole` tells what the keys need of each other, as faults.
+    """
 
     keys: Mapping[str, Key]
     refused: Mapping[str, str] = field(default_factory=dict)
     required: tuple[str, ...] = ()
+    whole: Callable[[dict[str, Any]], list[str]] | None = None
 
 
 Schema = Mapping[str, Section]
@@ -230,6 +234,7 @@ def check(name: str, text: str, tables: Mapping[str, Any], schema: Schema, *, wh
     lines = _lines(text)
     faults: list[str] = []
     words: dict[str, dict[str, tuple[str, ...]]] = {}
+    factor = _factor(tables)
     for section, table in tables.items():
         place = _place(lines, section)
         if section not in schema:
@@ -248,9 +253,11 @@ def check(name: str, text: str, tables: Mapping[str, Any], schema: Schema, *, wh
                 faults.append(f"{place}there is no key {section}.{key}{_near(key, known.keys)}")
             else:
                 try:
-                    words[section][key] = tuple(known.keys[key].arguments(value))
+                    scaled = value if factor == 1 else _shorter(key, value, factor)
+                    words[section][key] = tuple(known.keys[key].arguments(scaled))
                 except ValueError as err:
                     faults.append(f"{place}{section}.{key}: {err}")
+        faults += known.whole(table) if known.whole is not None else []
     for section, known in schema.items():
         if section in tables or section == "model":
             table = tables.get(section)
@@ -263,6 +270,31 @@ def check(name: str, text: str, tables: Mapping[str, Any], schema: Schema, *, wh
             try_="dcptool recipe show quickstart, which is a recipe that works",
         )
     return Recipe(name, text, tables, words, schema)
+
+
+# What [scale] multiplies: lengths of training, and images that channels are chosen on.
+LENGTHS = ("epochs", "warmup_epochs", "stage_epochs", "decay_milestones")
+COUNTS = ("steps", "stage_steps", "samples")
+
+
+def _factor(tables: Mapping[str, Any]) -> Decimal:
+    table = tables.get("scale")
+    factor = table.get("factor", 1) if isinstance(table, dict) else 1
+    number = isinstance(factor, int | float | Decimal) and not isinstance(factor, bool)
+    usable = number and 0 < float(factor) <= 1
+    return Decimal(str(factor)) if usable else Decimal(1)
+
+
+def _shorter(key: str, value: Any, factor: Decimal) -> Any:
+    """A value at a smaller scale; what was asked for never becomes nothing."""
+    if key == "decay_milestones" and isinstance(value, list):
+        return [_shorter(key, one, factor) for one in value]
+    number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+    if not number or not 0 < float(value) < float("inf"):
+        return value
+    if key in COUNTS and isinstance(value, int):
+        return max(1, round(value * factor))
+    return Decimal(str(value)) * factor if key in LENGTHS else value
 
 
 def _near(word: str, known: Mapping[str, object]) -> str:
@@ -310,5 +342,5 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(below) for below in value]
     if isinstance(value, Decimal):
-        return float(value)
+        return float(value) if value.is_finite() else str(value)
     return value if isinstance(value, bool | int | float | str) else str(value)

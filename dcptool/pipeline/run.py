@@ -230,7 +230,7 @@ def _belongs(path: Path) -> bool:
 def top1_of(documents: Mapping[str, Mapping[str, Any]]) -> tuple[float | None, float | None]:
     """Top-1 of the dense network and of what came out in the end, in percent."""
     pruned, tuned = documents.get("prune", {}), documents.get("finetune", {})
-    evaluated = documents.get("evaluate", {})
+    evaluated = {} if is_of_train(documents) else documents.get("evaluate", {})
     dense = (pruned.get("dense") or {}).get("top1")
     if dense is None:
         dense = (tuned.get("before") or {}).get("top1")
@@ -239,6 +239,11 @@ def top1_of(documents: Mapping[str, Mapping[str, Any]]) -> tuple[float | None, f
         if last is None:
             last = (side or {}).get("top1")
     return dense, last
+
+
+def is_of_train(documents: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether the step evaluate measured training images, which say nothing of the rest."""
+    return bool(documents.get("evaluate", {}).get("split") == "train")
 
 
 def summary(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,291 @@
+"""A study: one recipe run at several points, each in a folder of its own, measured alike.
+
+Owns the points, the loop over them and the figures taken from each; `run` does the work, so that
+a step with the same inputs is done once for all points and a study that was stopped goes on where
+it was. Tables and pictures of a study are the report's; how many runs fit a machine is nobody's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dcptool import console
+from dcptool.errors import GateFailed, Interrupted, UsageError
+from dcptool.pipeline import recipe as recipes
+from dcptool.pipeline import run
+from dcptool.pipeline.recipe import Recipe, plain
+from dcptool.pipeline.run import Invoke
+
+MOST_POINTS = 1000
+
+
+@dataclass(frozen=True)
+class Point:
+    """One variant of a recipe: values laid over it by `section.key`, and keys taken out of it.
+
+    `place` tells where the point stands in a study of two axes: its row and its value.
+    """
+
+    name: str
+    changes: Mapping[str, object] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    place: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A point that was run: its folder, its figures by name, and the whole document of `run`."""
+
+    point: Point
+    run: Path
+    figures: Mapping[str, float | None]
+    document: Mapping[str, Any]
+    failure: GateFailed | None = None
+
+    @property
+    def accuracy(self) -> float | None:
+        """Top-1 of what came out, in percent."""
+        return self.figures["top1"]
+
+    @property
+    def params(self) -> float | None:
+        """Parameters of what came out."""
+        return self.figures["params"]
+
+    @property
+    def macs(self) -> float | None:
+        """Multiply-accumulates of what came out, for one image."""
+        return self.figures["macs"]
+
+    @property
+    def latency_ms(self) -> float | None:
+        """Median latency of what came out, as the first row of [bench] measured it."""
+        return self.figures["latency_ms"]
+
+    def plain(self) -> dict[str, Any]:
+        """The point as JSON, without the documents of its steps."""
+        return {
+            "name": self.point.name,
+            "changes": {key: plain(value) for key, value in self.point.changes.items()},
+            "run": str(self.run),
+            **self.figures,
+            "gates": list(self.document.get("gates", [])),
+            "error": None if self.failure is None else self.failure.document(),
+        }
+
+
+def points_over(over: Mapping[str, Sequence[object]]) -> list[Point]:
+    """Every combination of the values of some keys, named after the values."""
+    faults = [f"{key} has no values" for key, values in over.items() if not values]
+    faults += [f"{key} is no SECTION.KEY" for key in over if not all(key.partition("."))]
+    if not over or faults:
+        why = "\n".join(faults) or "no key is named"
+        raise UsageError("there is nothing to vary", why=why, try_="prune.rate=0.3,0.5,0.7")
+    found = []
+    for values in itertools.product(*over.values()):
+        changes = dict(zip(over, values, strict=True))
+        many = len(changes) > 1
+        words = [
+            f"{k.partition('.')[2]} {shown(v)}" if many else shown(v) for k, v in changes.items()
+        ]
+        found.append(Point(", ".join(words), changes))
+    return found
+
+
+def points_of(recipe: Recipe) -> list[Point]:
+    """The points that the section [sweep] of a recipe asks for; none without one.
+
+    `rows` are variants with a name, `over` and `values` vary one key; both together make a grid.
+    """
+    table = recipe.sections.get("sweep")
+    if table is None:
+        return []
+    rows = [
+        Point(str(row["name"]), dict(row.get("set", {})), tuple(row.get("without", ())))
+        for row in table.get("rows", [])
+    ]
+    if "over" not in table:
+        return rows
+    values = table["values"]
+    names = table.get("names") or [shown(value) for value in values]
+    each = [
+        Point(str(name), {str(table["over"]): value})
+        for name, value in zip(names, values, strict=True)
+    ]
+    if not rows:
+        return each
+    return [
+        Point(
+            f"{row.name}, {one.name}",
+            {**row.changes, **one.changes},
+            row.without,
+            (row.name, one.name),
+        )
+        for row in rows
+        for one in each
+    ]
+
+
+def shown(value: object) -> str:
+    """A value as it is called in names and tables."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def recipe_at(base: Recipe, point: Point) -> Recipe:
+    """The recipe of one point, checked like any other."""
+    tables: dict[str, Any] = {
+        key: dict(table) for key, table in base.sections.items() if key != "sweep"
+    }
+    for key in point.without:
+        section, _, name = key.partition(".")
+        if name:
+            tables.get(section, {}).pop(name, None)
+        else:
+            tables.pop(section, None)
+    for key, value in point.changes.items():
+        section, _, name = key.partition(".")
+        tables.setdefault(section, {})[name] = value
+    text = f"{base.text.rstrip()}\n# This run is the point {point.name!r} of {base.name}.\n"
+    where = f"{base.name} at {point.name}"
+    return recipes.check(stem(point.name), text, tables, base.schema, where=where)
+
+
+def stem(name: str) -> str:
+    """The name of a point as the name of a folder."""
+    plain_name = re.sub(r"[^A-Za-z0-9._]+", "-", name.replace("+", "-plus")).strip("-._")
+    return plain_name[:100] or "point"
+
+
+def run_study(
+    base: Recipe,
+    points: Sequence[Point],
+    folder: Path,
+    *,
+    invoke: Invoke,
+    resume: bool = True,
+    again: str = "",
+    common: tuple[str, ...] = (),
+    after: Callable[[Sequence[Measured]], None] | None = None,
+) -> list[Measured]:
+    """Run `base` at every point, each in a run folder below `folder`, in the order given.
+
+    What is done is not done again, and a run that was stopped goes on unless `resume` is off. A
+    gate that fails is kept with its point and stops nothing; `after` hears of all points so far.
+    """
+    known: set[str] = set()
+    for point in points:
+        if stem(point.name) in known:
+            raise UsageError(f"two points of {base.name} are called {point.name!r}")
+        known.add(stem(point.name))
+    if len(points) > MOST_POINTS:
+        raise UsageError(f"{len(points)} points are too many", why=f"at most {MOST_POINTS}")
+    # All are checked before the first one costs anything.
+    each = [(point, recipe_at(base, point)) for point in points]
+    measured: list[Measured] = []
+    for number, (point, one) in enumerate(each, 1):
+        console.note(f"point {number} of {len(each)}: {point.name}")
+        measured.append(
+            _run(point, one, folder, invoke=invoke, resume=resume, again=again, common=common)
+        )
+        if after is not None:
+            after(measured)
+    return measured
+
+
+def _run(
+    point: Point,
+    one: Recipe,
+    folder: Path,
+    *,
+    invoke: Invoke,
+    resume: bool,
+    again: str,
+    common: tuple[str, ...],
+) -> Measured:
+    try:
+        document, failure = run.run(
+            one, invoke=invoke, runs=folder, resume=resume, again=again, common=common
+        )
+    except Interrupted as err:
+        err.try_ = again or err.try_
+        raise
+    except GateFailed as err:
+        console.warn(f"{point.name}: {err.message}")
+        return Measured(point, folder, figures({}), {}, err)
+    return Measured(point, Path(document["run"]), figures(document), document, failure)
+
+
+def failure_of(measured: Sequence[Measured]) -> GateFailed | None:
+    """One error for all gates that did not hold, or none."""
+    failed = [one for one in measured if one.failure is not None]
+    if not failed:
+        return None
+    whys = [
+        f"{one.point.name}: {one.failure.why or one.failure.message}"
+        for one in failed
+        if one.failure
+    ]
+    return GateFailed(f"{len(failed)} of {len(measured)} points did not hold", why="\n".join(whys))
+
+
+def figures(document: Mapping[str, Any]) -> dict[str, float | None]:
+    """The figures of a run by name: cost, accuracy and errors in percent, milliseconds."""
+    steps = {step["name"]: step["document"] for step in document.get("steps", [])}
+    pruned, tuned = steps.get("prune", {}), steps.get("finetune", {})
+    dense, slim = pruned.get("dense") or {}, pruned.get("slim") or {}
+    dense_top1, top1 = run.top1_of(steps)
+    dense_top5 = dense.get("top5")
+    evaluated = {} if run.is_of_train(steps) else steps.get("evaluate", {})
+    top5 = _first(evaluated.get("top5"), (tuned.get("after") or {}).get("top5"), slim.get("top5"))
+    train = steps.get("evaluate", {}).get("top1") if run.is_of_train(steps) else None
+    bench = _bench(steps.get("bench", {}))
+    return {
+        "params": slim.get("params"),
+        "macs": slim.get("macs"),
+        "dense_params": dense.get("params"),
+        "dense_macs": dense.get("macs"),
+        "params_ratio": _ratio(dense.get("params"), slim.get("params")),
+        "macs_ratio": _ratio(dense.get("macs"), slim.get("macs")),
+        "top1": top1,
+        "dense_top1": dense_top1,
+        "pruned_top1": slim.get("top1"),
+        "top5": top5,
+        "error": _minus(100.0, top1),
+        "dense_error": _minus(100.0, dense_top1),
+        "error_gap": _minus(dense_top1, top1),
+        "pruned_error": _minus(100.0, slim.get("top1")),
+        "pruned_gap": _minus(dense_top1, slim.get("top1")),
+        "train_error": _minus(100.0, train),
+        "top5_error": _minus(100.0, top5),
+        "top5_gap": _minus(dense_top5, top5),
+        **bench,
+        "seconds": document.get("seconds"),
+    }
+
+
+def _bench(document: Mapping[str, Any]) -> dict[str, float | None]:
+    """Median milliseconds and speedup of the first pair that was timed."""
+    pair = next(iter(document.get("speedup", [])), None)
+    rows = document.get("rows", [])
+    mine = [row for row in rows if pair is None or row["model"] == pair["model"]]
+    return {
+        "latency_ms": mine[0]["p50_ms"] if mine else None,
+        "speedup": pair["ratio"] if pair else None,
+    }
+
+
+def _first(*values: float | None) -> float | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _ratio(dense: float | None, slim: float | None) -> float | None:
+    return dense / slim if dense is not None and slim else None
+
+
+def _minus(left: float | None, right: float | None) -> float | None:
+    return None if left is None or right is None else round(left - right, 4)
