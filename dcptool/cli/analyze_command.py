@@ -76,6 +76,7 @@ def command(
         if path is not None:
             files.require_new(path, force=force)
 
+    from dcptool.deploy.granularity import auto
     from dcptool.network.artifact import open_target
     from dcptool.pipeline.analysis import analyze, plan_document
     from dcptool.selection.budget import parse_rate
@@ -85,7 +86,7 @@ def command(
         parse_rate(rate)
     options["pretrained"] = False
     network = open_target(model, **options)
-    analysis = analyze(network, rates=rates, scope=scope, losses=losses)
+    analysis = analyze(network, rates=rates, scope=scope, losses=losses, round_to=auto())
     if emit_plan is not None:
         plan = plan_document(analysis, rate=rates[0], scope=scope, prune_residual=prune_residual)
         files.publish_json(emit_plan, plan)
@@ -157,20 +158,21 @@ def _verdict(group: dict[str, Any] | None, name: str) -> str:
 
 def _predictions(document: dict[str, Any]) -> str:
     dense = document["dense"]
-    rows = [["dense", "", f"{dense['params']:,}", "", f"{dense['macs']:,}", ""]]
+    rows = [["dense", "", "", f"{dense['params']:,}", "", f"{dense['macs']:,}", ""]]
     for entry in document["rates"]:
         rows.append(
             [
                 f"rate {entry['rate']:g}",
                 "with --prune-residual" if entry["prune_residual"] else "",
+                "exact" if entry["round_to"] == 1 else f"multiples of {entry['round_to']}",
                 f"{entry['params']:,}",
                 f"{dense['params'] / entry['params']:.2f}x",
                 f"{entry['macs']:,}",
                 f"{dense['macs'] / max(entry['macs'], 1):.2f}x",
             ]
         )
-    headers = ["", "", "params", "smaller", "MACs", "fewer"]
-    return console.table(headers, rows, align="<<>>>>")
+    headers = ["", "", "widths", "params", "smaller", "MACs", "fewer"]
+    return console.table(headers, rows, align="<<<>>>>")
 
 
 def _what_opens(groups: Any) -> str:

@@ -20,8 +20,10 @@ def command(as_json: bool) -> None:
     Exits with 5 when a dependency is missing or too old.
     """
     from dcptool.cli import requirements
+    from dcptool.deploy.granularity import auto, instruction_set
 
     failure = requirements.fault()
+    providers = _providers()
     document: dict[str, Any] = {
         "versions": {
             "dcptool": __version__,
@@ -30,8 +32,9 @@ def command(as_json: bool) -> None:
         },
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "devices": _devices(),
-        "providers": _providers(),
-        "round_to": {"cpu": 1},
+        "providers": providers,
+        "instructions": instruction_set(),
+        "round_to": {name: auto(name) for name in providers},
     }
     emit("env", document, _text(document), as_json=as_json, failure=failure)
 
@@ -81,4 +84,5 @@ def _text(document: dict[str, Any]) -> str:
         lines.append(line)
     lines.append("onnxruntime providers: " + ", ".join(document["providers"]))
     rounding = ", ".join(f"{name} {size}" for name, size in document["round_to"].items())
-    return "\n".join([*lines, f"channels are rounded to multiples of: {rounding}"])
+    vectors = document["instructions"]
+    return "\n".join([*lines, f"channels are rounded to multiples of: {rounding} ({vectors})"])

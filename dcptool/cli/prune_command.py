@@ -6,6 +6,7 @@ import math
 import shlex
 import sys
 from contextlib import ExitStack
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from dcptool.cli.options import (
     runs_option,
     update_options,
 )
-from dcptool.cli.selection_options import selection_options, settings_of
+from dcptool.cli.selection_options import condition_of, selection_options, settings_of
 from dcptool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ def _work(
         network, data = _open(model, options, device, dist)
         if data.labelled:
             check_classes(network, data)
+        settings = _rounded(network, data, settings, options, dist)
         training_wanted = not options["no_training"]
         pipeline.check(network, data, settings, training=training_wanted, processes=dist.world)
         made = None
@@ -167,27 +169,30 @@ def _work(
                 lasting = Path(model) if artifact.is_artifact(model) else model
                 plain = recorded.plain({**options, "model": lasting})
                 files.publish_json(folder / OPTIONS_FILE, plain)
-        document = pipeline.prune(
-            network,
-            data,
-            Job(
-                settings,
-                training=not options["no_training"],
-                stage_steps=options["stage_steps"],
-                stage_epochs=options["stage_epochs"],
-                stage_lr=options["stage_lr"],
-                options=training,
-                amp=amp_dtype(options["amp_dtype"] if options["amp"] else None, device),
-                batch_size=options["batch_size"],
-                device=device,
-                workers=options["workers"],
-                min_agreement=options["min_agreement"],
-                lineage={"source": model if ":" in model else str(network.base)},
-                resume_command=f"dcptool prune --resume {shlex.quote(str(folder))}",
-            ),
-            folder,
-            dist,
+        job = Job(
+            settings,
+            training=not options["no_training"],
+            stage_steps=options["stage_steps"],
+            stage_epochs=options["stage_epochs"],
+            stage_lr=options["stage_lr"],
+            options=training,
+            amp=amp_dtype(options["amp_dtype"] if options["amp"] else None, device),
+            batch_size=options["batch_size"],
+            device=device,
+            workers=options["workers"],
+            min_agreement=options["min_agreement"],
+            lineage={"source": model if ":" in model else str(network.base)},
+            resume_command=f"dcptool prune --resume {shlex.quote(str(folder))}",
         )
+        drop = options["selection"]["max_accuracy_drop"]
+        if drop is None:
+            document = pipeline.prune(network, data, job, folder, dist)
+        else:
+            from dcptool.pipeline import search
+
+            kind = options["selection"]["smallest_by"]
+            goal = search.Goal(drop, kind, condition_of(options["selection"]))
+            document = search.smallest(network, data, job, goal, folder, dist)
         processes.stop()
         if not dist.is_writer:
             return None
@@ -199,6 +204,26 @@ def _work(
         page.after(folder, "prune", kept, recorded.typed())
         console.note(prune_record.next_commands(document["artifact"]))
         return document
+
+
+def _rounded(
+    network: Network, data: Data, settings: Selection, options: dict[str, Any], dist: Dist
+) -> Selection:
+    """Settings with the multiple that this machine likes; options name it from now on."""
+    from dataclasses import replace
+
+    from dcptool.deploy import session
+    from dcptool.pipeline.widths import measure_multiple
+
+    given = options["selection"]
+    session.choose((given["provider"],))
+    if given["round_to"] == "measure":
+        network.input = data.input
+        asked = settings if settings.rate else replace(settings, rate=Fraction(3, 10))
+        found = measure_multiple(network, asked, condition_of(given)) if dist.is_writer else 1
+        settings = replace(settings, round_to=dist.broadcast(found))
+    options["selection"] = {**given, "round_to": settings.round_to}
+    return settings
 
 
 def _open(model: str, options: dict[str, Any], device: str, dist: Dist) -> tuple[Network, Data]:
@@ -274,6 +299,7 @@ def _text(document: dict[str, Any]) -> str:
     agreement = document["agreement"]
     seconds = document["seconds"]
     lines = [
+        *_trials(document.get("trials", [])),
         console.table(["", "dense", "slim", ""], rows, align="<>>>"),
         "",
         f"agrees with the dense network on {agreement['top1']:.1f} % of {agreement['images']} "
@@ -284,3 +310,14 @@ def _text(document: dict[str, Any]) -> str:
         f"training {console.clock(seconds['training'])})",
     ]
     return "\n".join(lines)
+
+
+def _trials(trials: list[dict[str, Any]]) -> list[str]:
+    """What a search tried."""
+    if not trials:
+        return []
+    rows = [
+        [f"{t['share']:g}", f"{t['macs']:,}", f"{-t['drop']:+.2f}", "yes" if t["ok"] else "no"]
+        for t in trials
+    ]
+    return [console.table(["tried", "MACs", "points", "holds"], rows, align=">>><"), ""]

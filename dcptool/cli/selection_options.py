@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,12 @@ from dcptool.errors import InputError, UsageError
 if TYPE_CHECKING:
     from fractions import Fraction
 
-    from dcptool.selection.settings import Selection
+    from dcptool.selection.settings import Budget, Selection
+
+
+LARGEST_MULTIPLE = 256
+BUDGETS = ("rate", "epsilon", "plan", "target_macs", "target_params", "target_latency")
+SEARCH = ("max_accuracy_drop", "smallest_by")
 
 
 class CountOrAuto(click.types.StringParamType):
@@ -30,6 +36,21 @@ class CountOrAuto(click.types.StringParamType):
         if not (text.isascii() and text.isdigit() and int(text[:9]) >= 1 and len(text) < 10):
             self.fail(f"{value!r} is neither a count of at least 1 nor auto.", param, ctx)
         return int(text)
+
+
+class RoundTo(CountOrAuto):
+    """A multiple, `auto` or `measure`."""
+
+    name = "multiple"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read what was typed."""
+        if value == "measure":
+            return value
+        found = super().convert(value, param, ctx)
+        if isinstance(found, int) and found > LARGEST_MULTIPLE:
+            self.fail(f"{value} is more than {LARGEST_MULTIPLE}.", param, ctx)
+        return found
 
 
 selection_options = packed(
@@ -53,6 +74,60 @@ selection_options = packed(
         type=click.Path(path_type=Path),
         metavar="FILE",
         help="Units to keep of each group, as `analyze --emit-plan` writes it.",
+    ),
+    click.option(
+        "--target-macs",
+        metavar="X",
+        help="MACs of the whole network: a share of dense (0.5) or a count (2.1e9).",
+    ),
+    click.option(
+        "--target-params", metavar="X", help="Parameters: a share of dense (0.5) or a count (1e6)."
+    ),
+    click.option(
+        "--target-latency",
+        metavar="X",
+        help="Measured time in onnxruntime: a share of dense (0.5) or milliseconds (12ms).",
+    ),
+    click.option(
+        "--max-accuracy-drop",
+        type=click.FloatRange(0, 100),
+        metavar="POINTS",
+        help="Find the smallest network that loses at most this much on held-out images.",
+    ),
+    click.option(
+        "--smallest-by",
+        type=click.Choice(["macs", "params", "latency"]),
+        default="macs",
+        show_default=True,
+        help="What is to be small with --max-accuracy-drop.",
+    ),
+    click.option(
+        "--provider",
+        default="cpu",
+        show_default=True,
+        help="onnxruntime provider that --round-to and --target-latency are for.",
+    ),
+    click.option(
+        "--latency-batch",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        help="Images at once for --target-latency and --round-to measure.",
+    ),
+    click.option(
+        "--threads",
+        type=click.IntRange(0),
+        default=0,
+        help="Threads of onnxruntime for the same.  [default: all cores]",
+    ),
+    click.option(
+        "--round-to",
+        type=RoundTo(),
+        default="auto",
+        show_default=True,
+        metavar="auto|measure|N",
+        help="Widths in multiples that the hardware likes: from a table, timed here, or N. "
+        "1 keeps exact counts.",
     ),
     click.option(
         "--widths",
@@ -151,12 +226,12 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int) -> Selection:
     from dcptool.selection.budget import parse_rate
     from dcptool.selection.settings import Selection
 
-    named = [key for key in ("rate", "epsilon", "plan") if given[key] is not None]
+    named = [key.replace("_", "-") for key in (*BUDGETS, SEARCH[0]) if given[key] is not None]
     faults = []
     if len(named) > 1:
         faults.append(f"--{' and --'.join(named)} exclude each other")
     if not named:
-        faults.append("one of --rate, --epsilon and --plan is needed")
+        faults.append("one of --rate, --epsilon, --target-macs ... and --plan is needed")
     if given["widths"] == "curves" and given["rate"] is None:
         faults.append("--widths curves spreads the MACs of a --rate")
     if given["rates"] and given["rate"] is None:
@@ -165,6 +240,8 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int) -> Selection:
         faults.append(f"--epsilon {given['epsilon']:g} is out of range: 0 < epsilon < 1")
     if given["epsilon"] is not None and given["method"] not in ("dcp", "thinet"):
         faults.append(f"--epsilon needs a loss to watch, which --method {given['method']} has not")
+    if given["max_accuracy_drop"] is not None and math.isnan(given["max_accuracy_drop"]):
+        faults.append("--max-accuracy-drop nan is no limit")
     if math.isnan(given["discrimination"]):
         faults.append("--lambda nan is no weight")
     if not math.isfinite(given["cache_gb"]):
@@ -174,8 +251,11 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int) -> Selection:
     given = {k: defaults[k] if k in defaults and v is None else v for k, v in given.items()}
     if loop and (given["target"], given["score"]) != ("conv", "gradient"):
         faults.append("--solver sgd is the paper's loop: --target conv and --score gradient")
-    rate, rates = None, {}
+    if loop and given["epsilon"] is not None and given["round_to"] not in ("auto", 1):
+        faults.append("--solver sgd with --epsilon keeps exact counts: --round-to 1")
+    rate, rates, budget = None, {}, None
     try:
+        budget = _budget(given)
         rate = None if given["rate"] is None else parse_rate(given["rate"])
         rates = dict(_rate_of(text) for text in given["rates"])
     except UsageError as err:
@@ -186,7 +266,10 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int) -> Selection:
             why="\n".join(faults),
             try_="dcptool prune resnet50 --rate 0.3",
         )
-    chosen = {k: v for k, v in given.items() if k not in ("rate", "rates", "plan", "reuse")}
+    apart = (*BUDGETS, *SEARCH, "rates", "reuse", "provider", "latency_batch", "threads")
+    chosen = {k: v for k, v in given.items() if k not in apart}
+    chosen["epsilon"] = given["epsilon"]
+    chosen["round_to"] = _multiple(given, loop=loop)
     chosen["samples"] = None if given["samples"] == "auto" else given["samples"]
     plan = _plan(given["plan"]) if given["plan"] is not None else None
     reuse = read_orders(given["reuse"]) if given["reuse"] is not None else {}
@@ -194,11 +277,51 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int) -> Selection:
         rate=rate,
         rates=rates,
         plan=plan,
+        budget=budget,
         reuse=reuse,
         seed=seed,
         batch_size=batch_size,
         **chosen,
     )
+
+
+def condition_of(given: dict[str, Any]) -> Budget:
+    """How milliseconds are meant."""
+    from dcptool.selection.settings import Budget
+
+    return Budget("latency", 1.0, True, given["provider"], given["latency_batch"], given["threads"])
+
+
+def _budget(given: dict[str, Any]) -> Budget | None:
+    """One limit for the whole network, as it was written."""
+    for kind in ("macs", "params", "latency"):
+        text = given[f"target_{kind}"]
+        if text is None:
+            continue
+        number = str(text)
+        is_time = kind == "latency" and number.endswith("ms")
+        try:
+            value = float(number.removesuffix("ms") if is_time else number)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf or (kind == "latency" and not is_time and value >= 1):
+            example = "0.5 or 12ms" if kind == "latency" else "0.5 (a share) or 2.1e9"
+            raise UsageError(f"--target-{kind} {text} is no target", why=f"e.g. {example}")
+        return replace(
+            condition_of(given), kind=kind, value=value, is_share=not is_time and value <= 1
+        )
+    return None
+
+
+def _multiple(given: dict[str, Any], *, loop: bool) -> int:
+    """The multiple of widths; one that is to be measured is not known yet."""
+    if isinstance(given["round_to"], int):
+        return given["round_to"]
+    if loop or given["round_to"] == "measure":
+        return 1
+    from dcptool.deploy.granularity import auto
+
+    return auto(given["provider"])
 
 
 def _rate_of(text: str) -> tuple[str, Fraction]:

@@ -9,8 +9,9 @@ from typing import Any
 from dcptool.network.base import Network
 from dcptool.network.cost import Cost, count, plan_cost
 from dcptool.network.graph import ChannelGraph, build_graph
-from dcptool.network.surgery import removed_units
 from dcptool.selection.budget import first_units, parse_rate
+from dcptool.selection.settings import Selection
+from dcptool.selection.widths import at_rate, removed_by
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,9 @@ def analyze(
     rates: Sequence[str] = ("0.3", "0.5", "0.7"),
     scope: str = "paper",
     losses: int | None = None,
+    round_to: int = 1,
 ) -> Analysis:
-    """Read a network: every layer, every group, and the cost at each rate."""
+    """Read a network: every layer, every group, and the cost at each rate, exact and rounded."""
     parsed = [(text, parse_rate(text)) for text in rates]
     graph = build_graph(network.module, network.input.size)
     counted = count(network.module, network.input.size)
@@ -38,19 +40,22 @@ def analyze(
     predictions = []
     for text, rate in parsed:
         for prune_residual in (False, True):
-            groups = graph.open_groups(scope, prune_residual)
-            dead = removed_units(graph, first_units(groups, rate))
-            slim = plan_cost(graph, network.module, dead)
-            predictions.append(
-                {
-                    "rate": float(text),
-                    "scope": scope,
-                    "prune_residual": prune_residual,
-                    "round_to": 1,
-                    "params": slim.params,
-                    "macs": slim.macs,
-                }
-            )
+            for multiple in sorted({1, round_to}):
+                settings = Selection(
+                    rate=rate, scope=scope, prune_residual=prune_residual, round_to=multiple
+                )
+                dead = removed_by(graph, at_rate(network, graph, settings))
+                slim = plan_cost(graph, network.module, dead)
+                predictions.append(
+                    {
+                        "rate": float(text),
+                        "scope": scope,
+                        "prune_residual": prune_residual,
+                        "round_to": multiple,
+                        "params": slim.params,
+                        "macs": slim.macs,
+                    }
+                )
     structure = graph.structure
     document = {
         "model": str(network.base),

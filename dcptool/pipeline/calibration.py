@@ -1,49 +1,23 @@
-"""The images that channels are chosen on: how many, in which batches, and the widths they give."""
+"""The images that channels are chosen on: how many, and in which batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from dcptool import console, files
+from dcptool import console
 from dcptool.network.base import Network
 from dcptool.pipeline.job import Job
-from dcptool.selection import curves
 from dcptool.selection.enough import enough
-from dcptool.selection.settings import Selection
 from dcptool.training.data import Data, samples
 from dcptool.training.dist import Dist
 from dcptool.training.loader import ImageSet, loader
 
-WIDTHS_FILE = "widths.json"
 FEWEST_SAMPLES = 64
 MOST_SAMPLES = 4096
-
-
-def with_widths(
-    network: Network, images: list[Tensor], job: Job, folder: Path, dist: Dist
-) -> Selection:
-    """The settings with a width for each group, where they are to come from the curves."""
-    settings = job.selection
-    if settings.widths != "curves":
-        return settings
-    path = folder / WIDTHS_FILE
-    if dist.broadcast(path.is_file()):
-        saved: Any = files.read_json(path, what="the widths of the run")["widths"]
-        return replace(settings, plan={str(k): int(v) for k, v in saved.items()})
-    found = curves.measure(network, images, settings, dist, job.device)
-    widths = curves.widths_at_rate(network, settings, found)
-    if dist.is_writer:
-        errors = {name: [float(f"{e:.4g}") for e in curve] for name, curve in found.items()}
-        files.publish_json(path, {"widths": widths, "curves": errors})
-    dist.barrier()
-    return replace(settings, plan=widths)
 
 
 def images_for(network: Network, data: Data, job: Job, dist: Dist) -> ImageSet:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from dcptool.selection.settings import Selection
+from dcptool.selection.widths import Curve
 from dcptool.training.settings import Training
 
 
 @dataclass(frozen=True)
 class Job:
-    """What surrounds selection: training in stages, machine, gates, names."""
+    """What surrounds selection: training in stages, machine, gates, names.
+
+    `curves` were measured before, on the same network.
+    """
 
     selection: Selection
     training: bool = True
@@ -25,5 +30,6 @@ class Job:
     device: str = "cpu"
     workers: int | None = None
     min_agreement: float | None = None
+    curves: Mapping[str, Curve] | None = None
     lineage: dict[str, object] | None = None
     resume_command: str = ""

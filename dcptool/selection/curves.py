@@ -1,32 +1,27 @@
-"""What each width of each group costs in error, before anything is cut, and the best widths.
+"""What each width of each group costs in error, before anything is cut.
 
 The curve of a group is the error with which its readers can be solved for from the units that
-are left, relative to what they have to explain, on the dense network. One price on MACs then
-picks all widths at once: every group gives up units until the next one is worth its price.
+are left, relative to what they have to explain, on the dense network.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from dcptool import console
 from dcptool.network.base import Network
-from dcptool.network.cost import plan_cost
-from dcptool.network.graph import ChannelGraph, Group, build_graph
-from dcptool.network.surgery import removed_units
+from dcptool.network.graph import Group
 from dcptool.selection.gram import Moments, backward_order
 from dcptool.selection.samples import share
 from dcptool.selection.settings import Selection
 from dcptool.selection.stage import Stage, relative
 from dcptool.selection.store import Room
+from dcptool.selection.widths import Curve
 from dcptool.training.dist import SINGLE, Dist
-
-# Error at each number of units kept, from none to all.
-Curve = tuple[float, ...]
 
 
 def measure(
@@ -74,80 +69,3 @@ def _curve(stage: Stage, group: Group, seen: Mapping[str, Moments]) -> Curve:
     if not problems:
         return tuple(0.0 for _ in range(len(group.units) + 1))
     return backward_order(problems, len(group.units)).losses
-
-
-def widths_at_rate(
-    network: Network, settings: Selection, curves: Mapping[str, Curve]
-) -> dict[str, int]:
-    """The widths that lose least at the MACs of the uniform rate (and the rates by pattern)."""
-    graph = build_graph(network.module, network.input.size)
-    groups = settings.groups(graph)
-    uniform = {group.name: settings.kept(group) or len(group.units) for group in groups}
-    macs = macs_of(network, graph)
-    return spread(groups, curves, macs(uniform), macs)
-
-
-def macs_of(network: Network, graph: ChannelGraph) -> Callable[[Mapping[str, int]], int]:
-    """A count of MACs for widths by group, whichever channels they are."""
-
-    def count(widths: Mapping[str, int]) -> int:
-        kept = {name: range(width) for name, width in widths.items()}
-        return plan_cost(graph, network.module, removed_units(graph, kept)).macs
-
-    return count
-
-
-def spread(
-    groups: Sequence[Group],
-    curves: Mapping[str, Curve],
-    budget: int,
-    macs: Callable[[Mapping[str, int]], int],
-) -> dict[str, int]:
-    """Widths of least total error whose MACs do not exceed the budget."""
-    full = {group.name: len(group.units) for group in groups}
-    dense = macs(full)
-    price_of = {}
-    for name, units in full.items():
-        half = max(1, units // 2)
-        price_of[name] = (dense - macs({**full, name: half})) / max(1, units - half) / dense
-
-    def best(name: str, price: float) -> int:
-        each = price * price_of[name]
-        return min(range(1, full[name] + 1), key=lambda k: (curves[name][k] + each * k, k))
-
-    def at(price: float) -> dict[str, int]:
-        return {name: best(name, price) for name in full}
-
-    low, high = 0.0, 1.0
-    while macs(at(high)) > budget and high < 1e12:
-        high *= 4.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if macs(at(middle)) > budget else (low, middle)
-    widths = at(high)
-    return _fill(widths, full, curves, price_of, budget, macs)
-
-
-def _fill(
-    widths: dict[str, int],
-    full: Mapping[str, int],
-    curves: Mapping[str, Curve],
-    price_of: Mapping[str, float],
-    budget: int,
-    macs: Callable[[Mapping[str, int]], int],
-) -> dict[str, int]:
-    """Give what is left of the budget to the units that are worth most."""
-    closed: set[str] = set()
-    while True:
-        open_ = [n for n in full if widths[n] < full[n] and n not in closed]
-        if not open_:
-            return widths
-        best = max(
-            open_,
-            key=lambda n: (curves[n][widths[n]] - curves[n][widths[n] + 1]) / price_of[n],
-        )
-        wider = {**widths, best: widths[best] + 1}
-        if macs(wider) > budget:
-            closed.add(best)
-        else:
-            widths = wider

@@ -22,8 +22,23 @@ class Recorded:
 
 
 @dataclass(frozen=True)
+class Budget:
+    """One limit for the whole network: MACs, parameters or milliseconds, or a share of them.
+
+    `provider`, `batch_size` and `threads` say how milliseconds are meant.
+    """
+
+    kind: str
+    value: float
+    is_share: bool
+    provider: str = "cpu"
+    batch_size: int = 1
+    threads: int = 0
+
+
+@dataclass(frozen=True)
 class Selection:
-    """Budget, rule and scope; `plan` (units kept by group) replaces rate and epsilon.
+    """Budget, rule and scope; `plan` (units kept by group) replaces rate, epsilon and budget.
 
     `reuse` holds orders of an earlier run; a discrimination of infinity leaves the
     reconstruction out; no number of samples means as many as are needed.
@@ -31,7 +46,9 @@ class Selection:
 
     rate: Fraction | None = None
     epsilon: float | None = None
+    budget: Budget | None = None
     plan: Mapping[str, int] | None = None
+    round_to: int = 1
     rates: Mapping[str, Fraction] = field(default_factory=dict)
     widths: str = "uniform"
     method: str = "dcp"
@@ -78,7 +95,7 @@ class Selection:
         return old.order if nested and kept <= len(old.order) else None
 
     def kept(self, group: Group) -> int | None:
-        """How many units of a group stay; None when epsilon decides."""
+        """How many units of a group stay; None when epsilon or a budget decides."""
         if self.plan is not None:
             return self.plan[group.name]
         for pattern, rate in self.rates.items():

@@ -31,6 +31,7 @@ from dcptool.selection.probe import Probe, Tick, nothing
 from dcptool.selection.samples import Samples
 from dcptool.selection.settings import Selection, stop_by_epsilon
 from dcptool.selection.store import Room
+from dcptool.selection.widths import nearest
 
 READER_RIDGE = 1e-2
 
@@ -398,7 +399,8 @@ class Stage:
                 f"--method {self.settings.method} has no loss to stop by",
                 try_="--rate instead of --epsilon, or --method dcp",
             )
-        return stop_by_epsilon(ranking.losses, self.settings.epsilon), "epsilon"
+        kept = stop_by_epsilon(ranking.losses, self.settings.epsilon)
+        return nearest(len(group.units), kept, self.settings.round_to), "epsilon"
 
     def _refit(self, name: str, moments: Moments | None, *, ridge: float) -> None:
         """Solve a reader anew for the columns that are left, near its present weights."""

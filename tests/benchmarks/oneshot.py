@@ -30,7 +30,7 @@ from dcptool.network import cost, models
 from dcptool.network.base import Network
 from dcptool.network.graph import build_graph
 from dcptool.pipeline.agreement import agree, halves, settle_norms
-from dcptool.selection import curves
+from dcptool.selection import curves, widths
 from dcptool.selection.settings import Selection
 from dcptool.selection.stages import select
 from dcptool.training.data import Data, DataSpec, open_data, samples
@@ -125,7 +125,11 @@ def run(given: argparse.Namespace, name: str, count: int, rate: str, row: str) -
         settings = replace(settings, method=method)
         if row == "curves":
             found = curves.measure(network, mirrored, settings)
-            settings = replace(settings, plan=curves.widths_at_rate(network, settings, found))
+            graph = build_graph(network.module, network.input.size)
+            cost_of = widths.macs_of(network, graph)
+            budget = cost_of(widths.at_rate(network, graph, settings))
+            plan = widths.spread(settings.groups(graph), found, budget, cost_of)
+            settings = replace(settings, plan=plan)
         slim = select(network, mirrored, settings).network.module
         fresh = settle_norms(network.module, slim, loader(fit, 64), choosing)
         norms = "estimated anew" if fresh else "kept"

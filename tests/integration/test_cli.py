@@ -118,7 +118,7 @@ def test_env(dcptool, tmp_path):
     assert document["devices"][0]["name"] == "cpu"
     assert document["devices"][0]["cores"] >= 1
     assert "cpu" in document["providers"]
-    assert document["round_to"] == {"cpu": 1}
+    assert document["round_to"]["cpu"] in (8, 16)
     assert "secret" not in seen.stdout + seen.stderr
     assert "pw@" not in seen.stdout + seen.stderr
     assert seen.stderr == "env done\n"

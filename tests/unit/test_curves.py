@@ -11,7 +11,7 @@ import torch
 
 from dcptool.network import models
 from dcptool.network.graph import build_graph
-from dcptool.selection import curves
+from dcptool.selection import curves, widths
 from dcptool.selection.settings import Selection
 
 
@@ -29,18 +29,18 @@ def test_widths_are_near_the_best_of_all(budget: int) -> None:
         "c": (1.0, 0.1, 0.05, 0.02, 0.0),
     }
 
-    def macs(widths: dict[str, int]) -> int:
-        return sum(price[name] * width for name, width in widths.items())
+    def macs(kept: dict[str, int]) -> int:
+        return sum(price[name] * width for name, width in kept.items())
 
-    found = curves.spread(_groups(sizes), errors, budget, macs)
+    found = widths.spread(_groups(sizes), errors, budget, macs)
     assert macs(found) <= budget
 
-    def total(widths: dict[str, int]) -> float:
-        return sum(errors[name][width] for name, width in widths.items())
+    def total(kept: dict[str, int]) -> float:
+        return sum(errors[name][width] for name, width in kept.items())
 
     every = itertools.product(*[range(1, size + 1) for size in sizes.values()])
-    possible = [dict(zip(sizes, widths, strict=True)) for widths in every]
-    best = min(total(widths) for widths in possible if macs(widths) <= budget)
+    possible = [dict(zip(sizes, kept, strict=True)) for kept in every]
+    best = min(total(kept) for kept in possible if macs(kept) <= budget)
     # One price cannot reach points above the lower hull: off by one unit's worth at most.
     assert total(found) <= best + 0.21
 
@@ -58,8 +58,8 @@ def test_curves_of_a_real_network_fall_and_spread_the_rate() -> None:
         assert len(curve) == len(group.units) + 1
         assert list(curve) == sorted(curve, reverse=True)
         assert curve[0] > 0.5
-    widths = curves.widths_at_rate(network, settings, found)
-    macs = curves.macs_of(network, build_graph(network.module, network.input.size))
+    macs = widths.macs_of(network, build_graph(network.module, network.input.size))
     uniform = macs({group.name: len(group.units) // 2 for group in groups})
-    assert 0.98 * uniform <= macs(widths) <= uniform
-    assert set(widths.values()) - {8, 16, 32}
+    chosen = widths.spread(groups, found, uniform, macs)
+    assert 0.98 * uniform <= macs(chosen) <= uniform
+    assert set(chosen.values()) - {8, 16, 32}

@@ -1,0 +1,150 @@
+"""The smallest network that stays within a drop of accuracy, found by few trials.
+
+Each trial is a whole `prune` at one share of the dense cost, in a folder of its own, and is judged
+on held-out images: by accuracy where there are labels, else by agreement with the dense network.
+The curves of the first trial serve all others. A search that was stopped goes on with the trials
+it has.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dcptool import console, files
+from dcptool.errors import GateFailed
+from dcptool.network import artifact
+from dcptool.network.base import Network
+from dcptool.network.graph import build_graph
+from dcptool.pipeline import prune as one_prune
+from dcptool.pipeline import widths
+from dcptool.pipeline.job import Job
+from dcptool.selection.settings import Budget
+from dcptool.selection.widths import macs_of, reach
+from dcptool.training.data import Data
+from dcptool.training.dist import SINGLE, Dist
+from dcptool.training.evaluate import evaluate, predictor
+from dcptool.training.loader import loader
+
+SEARCH_FILE = "search.json"
+TRIALS = 6
+# The search ends when the smallest that holds and the largest that fails are this close.
+CLOSE = 1.08
+EVALUATION_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How much accuracy may be lost, in points, and what is to be small."""
+
+    drop: float
+    kind: str = "macs"
+    condition: Budget = field(default_factory=lambda: Budget("macs", 1.0, True))
+
+
+def smallest(
+    network: Network, data: Data, job: Job, goal: Goal, folder: Path, dist: Dist = SINGLE
+) -> dict[str, Any]:
+    """Try shares of the dense cost, and publish the smallest network that holds."""
+    network.input = data.input
+    graph = build_graph(network.module, data.input.size)
+    low, high = reach(job.selection.groups(graph), job.selection.round_to, macs_of(network, graph))
+    fails, holds = low / high, 1.0
+    dense = _top1(network, data, job, dist) if data.labelled else 100.0
+    trials: list[dict[str, Any]] = _recorded(folder, dist)
+    best: dict[str, Any] | None = None
+    for number in range(TRIALS):
+        share = round(math.sqrt(fails * holds), 3)
+        if number < len(trials):
+            trial = trials[number]
+        else:
+            trial = _try(network, data, job, goal, folder / "trials", number, share, dense, dist)
+            trials.append(trial)
+            if dist.is_writer:
+                files.publish_json(folder / SEARCH_FILE, {"goal": goal.drop, "trials": trials})
+        lost = f"{trial['drop']:+.2f} points"
+        held = "holds" if trial["ok"] else "too much"
+        console.note(f"trial {number + 1}: {trial['share']:g} of dense {goal.kind}, {lost}: {held}")
+        if trial["ok"]:
+            best, holds = trial, trial["share"]
+        else:
+            fails = trial["share"]
+        if holds / fails < CLOSE:
+            break
+    if best is None:
+        raise GateFailed(
+            f"no network within {goal.drop:g} points was found",
+            why="\n".join(f"{t['share']:g} of dense loses {t['drop']:.2f}" for t in trials),
+            try_="a larger --max-accuracy-drop, more --stage-steps or more --samples",
+        )
+    document = dict(best["document"])
+    if dist.is_writer:
+        _publish(folder, Path(document["artifact"]).name)
+    dist.barrier()
+    rows = [{k: v for k, v in trial.items() if k != "document"} for trial in trials]
+    return {**document, "run": folder.name, "artifact": str(folder), "trials": rows}
+
+
+def _try(
+    network: Network,
+    data: Data,
+    job: Job,
+    goal: Goal,
+    place: Path,
+    number: int,
+    share: float,
+    dense: float,
+    dist: Dist,
+) -> dict[str, Any]:
+    folder = place / f"{number + 1}"
+    if dist.is_writer:
+        files.make_folder(folder)
+    first = place / "1" / widths.WIDTHS_FILE
+    budget = replace(goal.condition, kind=goal.kind, value=share, is_share=True)
+    known = widths.read_curves(first) if dist.broadcast(number > 0 and first.is_file()) else None
+    trial_job = replace(job, selection=replace(job.selection, budget=budget), curves=known)
+    fresh = replace(network, module=copy.deepcopy(network.module))
+    document = one_prune.prune(fresh, data, trial_job, folder, dist)
+    if data.labelled:
+        kept = _top1(artifact.load(folder), data, job, dist)
+    else:
+        kept = document["agreement"]["top1"]
+    drop = dense - kept
+    return {
+        "share": share,
+        "macs": document["slim"]["macs"],
+        "params": document["slim"]["params"],
+        "drop": round(drop, 3),
+        "ok": drop <= goal.drop,
+        "document": document,
+    }
+
+
+def _top1(network: Network, data: Data, job: Job, dist: Dist) -> float:
+    """Accuracy on the images that choose, never on those that report."""
+    batches = loader(data.val, EVALUATION_BATCH, workers=job.workers, dist=dist, device=job.device)
+    predict = predictor(network.module.to(job.device), amp=job.amp)
+    found = evaluate(predict, batches, len(data.classes), dist=dist, title="validation")
+    network.module.cpu()
+    return found.top1
+
+
+def _recorded(folder: Path, dist: Dist) -> list[dict[str, Any]]:
+    path = folder / SEARCH_FILE
+    if not dist.broadcast(path.is_file()):
+        return []
+    saved: Any = files.read_json(path, what="the search of the run")
+    return list(saved["trials"])
+
+
+def _publish(folder: Path, number: str) -> None:
+    """Bring the files of the best trial into the run, its manifest last."""
+    source = folder / "trials" / number
+    inside = [p for p in sorted(source.iterdir()) if p.is_file() and p.name != artifact.MANIFEST]
+    for path in [*inside, source / artifact.MANIFEST]:
+        files.publish(folder / path.name, path.read_bytes())
+    shutil.rmtree(folder / "trials")

@@ -1,0 +1,256 @@
+"""From what was asked (a rate, MACs, parameters, milliseconds) to the width of every group.
+
+Says before any training what can be reached, and refuses what cannot. Milliseconds are
+predicted from a table and then measured on the real widths, until both agree.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dcptool import console, files
+from dcptool.errors import GateFailed, UsageError
+from dcptool.network.base import Network
+from dcptool.network.cost import plan_cost
+from dcptool.network.graph import ChannelGraph, Group, build_graph
+from dcptool.network.surgery import cut, plan_cuts
+from dcptool.pipeline.job import Job
+from dcptool.selection import curves
+from dcptool.selection.settings import Budget, Selection
+from dcptool.selection.widths import (
+    CostOf,
+    Curve,
+    Widths,
+    at_rate,
+    good_widths,
+    macs_of,
+    nearest,
+    params_of,
+    reach,
+    removed_by,
+    spread,
+)
+from dcptool.training.dist import Dist
+
+WIDTHS_FILE = "widths.json"
+TOLERANCE = {"macs": 0.01, "params": 0.01, "latency": 0.05}
+UNITS = {"macs": "MACs", "params": "parameters", "latency": "ms"}
+# Widths at which the latency table is measured.
+SHARES = (1.0, 0.75, 0.5, 0.25)
+ATTEMPTS = 5
+
+
+def check_reach(network: Network, settings: Selection) -> None:
+    """Refuse a budget that no widths can meet, naming the range."""
+    budget = settings.budget
+    if budget is None:
+        return
+    graph = build_graph(network.module, network.input.size)
+    groups = settings.groups(graph)
+    if budget.kind == "latency":
+        ends = [_least(groups, settings), {group.name: len(group.units) for group in groups}]
+        low, high = _measured(network, graph, ends, budget)
+    else:
+        low, high = reach(groups, settings.round_to, _cost(network, graph, budget.kind))
+    wanted = budget.value * high if budget.is_share else budget.value
+    if low <= wanted < high:
+        return
+    raise UsageError(
+        f"a target of {_say(budget.kind, wanted)} is out of reach",
+        why=f"widths of {len(groups)} groups give {_say(budget.kind, low)} to "
+        f"{_say(budget.kind, high)}: {low / high:.3f} to 1 of the dense network",
+        try_=f"--target-{budget.kind} {min(max(0.5, low / high + 0.05), 0.95):.2f}"
+        + (", or --prune-residual for a wider range" if not settings.prune_residual else ""),
+    )
+
+
+def decide(network: Network, images: list[Tensor], job: Job, folder: Path, dist: Dist) -> Selection:
+    """The settings with a width for each group, where something but a plain rate is asked."""
+    settings = job.selection
+    by_curves = settings.budget is not None or settings.widths == "curves"
+    if settings.plan is not None or settings.epsilon is not None or settings.removes_nothing:
+        return settings
+    if not by_curves and settings.round_to == 1:
+        return settings
+    path = folder / WIDTHS_FILE
+    if dist.broadcast(path.is_file()):
+        saved: Any = files.read_json(path, what="the widths of the run")["widths"]
+        return replace(settings, plan={str(k): int(v) for k, v in saved.items()})
+    graph = build_graph(network.module, network.input.size)
+    groups = settings.groups(graph)
+    record: dict[str, object] = {"round_to": settings.round_to}
+    if by_curves:
+        found = job.curves or curves.measure(network, images, settings, dist, job.device)
+        widths: Widths = {}
+        if dist.is_writer:
+            widths = _within(network, graph, groups, found, settings, record)
+        record["curves"] = {n: [float(f"{e:.4g}") for e in curve] for n, curve in found.items()}
+        widths = dist.broadcast(widths)
+    else:
+        widths = at_rate(network, graph, settings)
+    if dist.is_writer:
+        files.publish_json(path, {"widths": widths, **record})
+    dist.barrier()
+    return replace(settings, plan=widths)
+
+
+def read_curves(path: Path) -> dict[str, Curve]:
+    """The curves that a run recorded with its widths."""
+    saved: Any = files.read_json(path, what="the widths of a run")["curves"]
+    return {str(name): tuple(float(e) for e in errors) for name, errors in saved.items()}
+
+
+def _within(
+    network: Network,
+    graph: ChannelGraph,
+    groups: list[Group],
+    found: Mapping[str, Curve],
+    settings: Selection,
+    record: dict[str, object],
+) -> Widths:
+    """The widths that lose least within the budget; says in the record what they come to."""
+    budget = settings.budget
+    multiple = settings.round_to
+    if budget is None:
+        cost = macs_of(network, graph)
+        exact = {group.name: settings.kept(group) or len(group.units) for group in groups}
+        return spread(groups, found, cost(exact), cost, multiple)
+    if budget.kind == "latency":
+        widths, wanted, reached = _by_latency(network, graph, groups, found, settings)
+    else:
+        cost = _cost(network, graph, budget.kind)
+        dense = cost({group.name: len(group.units) for group in groups})
+        wanted = budget.value * dense if budget.is_share else budget.value
+        widths = spread(groups, found, wanted, cost, multiple)
+        reached = cost(widths)
+    record["target"] = {"kind": budget.kind, "wanted": wanted, "reached": reached}
+    off = reached / wanted - 1
+    if abs(off) > TOLERANCE[budget.kind]:
+        raise GateFailed(
+            f"the target of {_say(budget.kind, wanted)} was missed",
+            why=f"the nearest widths come to {_say(budget.kind, reached)} ({100 * off:+.1f} %)",
+            try_="--round-to 1"
+            if budget.kind != "latency"
+            else "again on a quiet machine, or another target",
+        )
+    console.note(f"widths chosen for {_say(budget.kind, wanted)}: {_say(budget.kind, reached)}")
+    return widths
+
+
+def _by_latency(
+    network: Network,
+    graph: ChannelGraph,
+    groups: list[Group],
+    found: Mapping[str, Curve],
+    settings: Selection,
+) -> tuple[Widths, float, float]:
+    """Widths, milliseconds wanted and milliseconds measured."""
+    from dcptool.deploy.latency import tabulate
+
+    budget = settings.budget
+    assert budget is not None
+    full = {group.name: len(group.units) for group in groups}
+    steps = [
+        {n: nearest(u, max(1, round(s * u)), settings.round_to) for n, u in full.items()}
+        for s in SHARES
+    ]
+    steps.append(_least(groups, settings))
+    console.note("measuring the time of each layer at several widths")
+    table = tabulate(
+        [(_cut_to(network, graph, w), _site_macs(network, graph, w)) for w in steps],
+        _condition(budget),
+    )
+
+    def predicted(widths: Mapping[str, int]) -> float:
+        return table.predict(_site_macs(network, graph, widths))
+
+    dense = predicted(full)
+    aim = budget.value if budget.is_share else budget.value / dense
+    best: tuple[float, Widths, float, float] | None = None
+    for _ in range(ATTEMPTS):
+        widths = spread(groups, found, aim * dense, predicted, settings.round_to)
+        dense_ms, ms = _measured(network, graph, [full, widths], budget)
+        wanted = budget.value * dense_ms if budget.is_share else budget.value
+        console.detail(f"aimed at {aim:.3f} of dense, measured {ms / dense_ms:.3f}")
+        if best is None or abs(ms / wanted - 1) < best[0]:
+            best = abs(ms / wanted - 1), widths, wanted, ms
+        if best[0] <= TOLERANCE["latency"] / 2:
+            break
+        aim *= wanted / ms
+    assert best is not None
+    return best[1:]
+
+
+def _measured(
+    network: Network, graph: ChannelGraph, widths: list[Widths], budget: Budget
+) -> tuple[float, float]:
+    """Milliseconds of two networks, timed beside each other."""
+    from dcptool.deploy import latency
+
+    slim = {str(i): _cut_to(network, graph, each) for i, each in enumerate(widths)}
+    with latency.exported(slim) as scanned:
+        times = latency.milliseconds(scanned, _condition(budget))
+    return times["0"], times["1"]
+
+
+def measure_multiple(network: Network, settings: Selection, budget: Budget) -> int:
+    """The multiple of channels at which this network is fastest here, per MAC; kept for later."""
+    from dcptool.deploy import granularity, latency, machine
+
+    facts = machine.facts()
+    key = (
+        f"{network.base} {network.input.size} {budget.provider} {budget.batch_size} "
+        f"{budget.threads} {facts['cpu']} {facts['onnxruntime']}"
+    )
+    known = granularity.recall(key)
+    if known is not None:
+        return known
+    graph = build_graph(network.module, network.input.size)
+    cost = macs_of(network, graph)
+    console.note("timing this network at several multiples of channels")
+    plans = {}
+    for multiple in granularity.CANDIDATES:
+        plans[multiple] = at_rate(network, graph, replace(settings, round_to=multiple))
+    slim = {str(m): _cut_to(network, graph, widths) for m, widths in plans.items()}
+    with latency.exported(slim) as scanned:
+        times = latency.milliseconds(scanned, _condition(budget))
+    found = granularity.best({m: times[str(m)] / cost(plans[m]) for m in plans})
+    granularity.remember(key, found)
+    return found
+
+
+def _condition(budget: Budget) -> Any:
+    from dcptool.deploy.bench import Condition
+    from dcptool.deploy.session import cores
+
+    return Condition(budget.provider, budget.batch_size, budget.threads or cores())
+
+
+def _least(groups: list[Group], settings: Selection) -> Widths:
+    return {g.name: good_widths(len(g.units), settings.round_to)[0] for g in groups}
+
+
+def _cost(network: Network, graph: ChannelGraph, kind: str) -> CostOf:
+    return macs_of(network, graph) if kind == "macs" else params_of(network, graph)
+
+
+def _site_macs(network: Network, graph: ChannelGraph, widths: Mapping[str, int]) -> dict[str, int]:
+    found = plan_cost(graph, network.module, removed_by(graph, widths))
+    return {name: macs for name, (_, macs) in found.by_site.items() if macs}
+
+
+def _cut_to(network: Network, graph: ChannelGraph, widths: Mapping[str, int]) -> Network:
+    """A network of these widths, with whichever channels: it runs as fast as the final one."""
+    module = copy.deepcopy(network.module).cpu().eval()
+    cut(module, plan_cuts(graph, removed_by(graph, widths)))
+    return Network(module, network.base, network.input, network.classes)
+
+
+def _say(kind: str, value: float) -> str:
+    return f"{value:.2f} ms" if kind == "latency" else f"{value:,.0f} {UNITS[kind]}"
