@@ -49,7 +49,7 @@ def figures(folder: Path) -> list[dict[str, float]]:
 
 def layout(folder: Path) -> str:
     manifest = json.loads((folder / "manifest.json").read_text())
-    return "on" if manifest["finetune"]["channels_last"] else "off"
+    return "on" if manifest["lineage"]["finetune"]["channels_last"] else "off"
 
 
 def equal(one: Path, other: Path) -> bool:
