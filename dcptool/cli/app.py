@@ -31,12 +31,13 @@ COMMANDS = (
     "bench",
     "report",
     "run",
+    "sweep",
     "recipe",
     "env",
     "completion",
 )
 # Their product is a file; what they print about it may get lost.
-MAKE_FILES = frozenset(("prune", "finetune", "export", "report", "run"))
+MAKE_FILES = frozenset(("prune", "finetune", "export", "report", "run", "sweep"))
 COMPLETE = "_DCPTOOL_COMPLETE"
 # Where a process that was started for one document leaves it, instead of printing it.
 DOCUMENT_FILE = "DCPTOOL_DOCUMENT"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dcptool import console
 from dcptool.cli.app import emit
-from dcptool.cli.options import model_options, output_options, runs_option
+from dcptool.cli.options import data_options, model_options, output_options, runs_option
 from dcptool.errors import GateFailed, UsageError
+
+if TYPE_CHECKING:
+    from dcptool.deploy.precision import Four
 
 
 @click.command("bench")
@@ -75,6 +80,20 @@ from dcptool.errors import GateFailed, UsageError
 @click.option(
     "--torch", "with_torch", is_flag=True, help="Add forward and backward time in PyTorch."
 )
+@click.option(
+    "--int8",
+    "with_int8",
+    is_flag=True,
+    help="Dense and slim in float and in INT8: accuracy, time and size of all four.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    help="Images to calibrate --int8 with.",
+)
+@data_options
 @click.option("--csv", "as_csv", is_flag=True, help="Print the rows as CSV.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print the tables as Markdown.")
 @model_options
@@ -94,6 +113,9 @@ def command(
     denormal_as_zero: bool,
     with_profile: bool,
     with_torch: bool,
+    with_int8: bool,
+    samples: int,
+    data: dict[str, Any],
     as_csv: bool,
     as_markdown: bool,
     runs_dir: Path | None,
@@ -109,6 +131,7 @@ def command(
         dcptool bench
         dcptool bench dense.onnx slim.onnx --batch-size 1 --threads 1
         dcptool bench runs/latest --min-speedup 1.3 --json
+        dcptool bench runs/latest --int8 --data-dir photos
     """
     if as_json + as_csv + as_markdown > 1:
         raise UsageError("--json, --csv and --markdown exclude each other")
@@ -130,7 +153,16 @@ def command(
         memory_bytes=int(onnx_memory * 2**30),
         denormal_as_zero=denormal_as_zero,
     )
-    with bench_targets.resolved(targets, baseline, model) as (entries, reference):
+    with ExitStack() as stack:
+        precision = None
+        reference: int | None = 0
+        if with_int8:
+            place = Path(stack.enter_context(TemporaryDirectory(prefix="dcptool-bench-")))
+            precision = _four(targets, baseline, data, samples, model, place)
+            entries: list[bench.Entry] = precision.entries
+        else:
+            resolved = bench_targets.resolved(targets, baseline, model)
+            entries, reference = stack.enter_context(resolved)
         if min_speedup is not None and reference is None:
             raise UsageError(
                 "--min-speedup needs something to compare with",
@@ -146,10 +178,16 @@ def command(
         if with_torch:
             document["torch"] = _torch_rows(bench.distinct(entries), settings)
         document |= bench.bench(entries, settings, baseline=reference).document()
+        if precision is not None:
+            document["precision"] = bench_table.precision(document, precision.top1)
         if with_profile:
             document["profile"] = profile.document(bench.profiles(entries, settings))
     failure = _gate(document, min_speedup)
-    if len(targets) == 1 and bench_targets.is_artifact(targets[0]) and baseline in (None, "dense"):
+    if with_int8:
+        pass  # the files were made for this, and are gone
+    elif (
+        len(targets) == 1 and bench_targets.is_artifact(targets[0]) and baseline in (None, "dense")
+    ):
         from dcptool.cli import recorded
         from dcptool.report import page
 
@@ -161,6 +199,24 @@ def command(
         document, style="csv" if as_csv else "markdown" if as_markdown else "plain"
     )
     emit("bench", document, text, as_json=as_json, failure=failure)
+
+
+def _four(
+    targets: tuple[str, ...],
+    baseline: str | None,
+    data: dict[str, Any],
+    samples: int,
+    model: dict[str, Any],
+    place: Path,
+) -> Four:
+    """The files of --int8, and their accuracies."""
+    from dcptool.deploy import bench_targets, precision
+    from dcptool.training.data import spec_of
+
+    if len(targets) != 1 or not bench_targets.is_artifact(targets[0]) or baseline is not None:
+        raise UsageError("--int8 is for one artifact", try_="dcptool bench runs/latest --int8")
+    spec = spec_of(data, seed=model["seed"], offline=model["offline"])
+    return precision.four(Path(targets[0]), spec, samples, model["seed"], place)
 
 
 def _torch_rows(entries: Any, settings: Any) -> list[dict[str, object]]:

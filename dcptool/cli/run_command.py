@@ -73,7 +73,9 @@ def command(
         if dry_run:
             study_run.dry_run(found, runs, as_json=as_json)
         else:
-            study_run.run(found, runs, words, resume=resume, common=_common(ctx), as_json=as_json)
+            study_run.run(
+                found, runs, words, resume=resume, common=common_words(ctx), as_json=as_json
+            )
         return
     steps = check(found)
     if dry_run:
@@ -92,7 +94,7 @@ def command(
             runs=runs,
             resume=resume,
             again=again,
-            common=_common(ctx),
+            common=common_words(ctx),
         )
     except KeyboardInterrupt as err:
         raise Interrupted(getattr(err, "number", signal.SIGINT), try_=again) from err
@@ -171,7 +173,7 @@ def _combinations(recipe: Any) -> list[str]:
     return wrong
 
 
-def _common(ctx: click.Context) -> tuple[str, ...]:
+def common_words(ctx: click.Context) -> tuple[str, ...]:
     """How much is said, as it was asked of `run` itself."""
     before = ctx.find_root().params
     names = (("quiet", "--quiet"), ("verbose", "--verbose"))

@@ -21,6 +21,8 @@ def text(document: Mapping[str, Any], *, style: str = "plain") -> str:
     parts = [_rows(document["rows"], style)]
     if document["speedup"]:
         parts.append(_speedups(document["speedup"], style))
+    if document.get("precision"):
+        parts.insert(0, _precision(document["precision"], style))
     if document.get("torch"):
         parts.append(_torch(document["torch"], style))
     if document.get("profile"):
@@ -31,6 +33,41 @@ def text(document: Mapping[str, Any], *, style: str = "plain") -> str:
         f"load {machine['load']:.1f}"
     )
     return "\n\n".join(parts)
+
+
+def precision(
+    document: Mapping[str, Any], top1: Mapping[str, float | None]
+) -> list[dict[str, Any]]:
+    """Accuracy, time under the first condition and size of each precision."""
+    first: dict[str, Mapping[str, Any]] = {}
+    for row in document["rows"]:
+        first.setdefault(row["model"], row)
+    return [
+        {
+            "model": name,
+            "top1": accuracy,
+            "p50_ms": first[name]["p50_ms"],
+            "bytes": first[name]["bytes"],
+            "batch_size": first[name]["batch_size"],
+            "threads": first[name]["threads"],
+        }
+        for name, accuracy in top1.items()
+    ]
+
+
+def _precision(rows: Sequence[Mapping[str, Any]], style: str) -> str:
+    under = f"ms (batch {rows[0]['batch_size']}, threads {rows[0]['threads']})"
+    cells = [
+        (
+            row["model"],
+            "-" if row["top1"] is None else f"{row['top1']:.2f}",
+            f"{row['p50_ms']:.2f}",
+            f"{rows[0]['p50_ms'] / row['p50_ms']:.2f}x",
+            f"{row['bytes'] / 1e6:.1f}",
+        )
+        for row in rows
+    ]
+    return _table(["", "top-1, %", under, "faster", "MB"], cells, "<>>>>", style)
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str, style: str) -> str:

@@ -142,11 +142,24 @@ def find(name: str) -> Path:
 def read(name: str, schema: Schema, changes: Sequence[str] = ()) -> Recipe:
     """Read a recipe by name or path, lay `changes` (`prune.rate=0.5`) over it, and check it."""
     path = find(name)
-    text = read_text(path)
-    tables = parse(text, str(path))
+    return changed(path.stem, read_text(path), schema, changes, where=name)
+
+
+def changed(
+    name: str, text: str, schema: Schema, changes: Sequence[str], *, where: str = ""
+) -> Recipe:
+    """The recipe of a text with `changes` laid over it, checked."""
+    tables = parse(text, where or name)
     for change in changes:
         _lay_over(tables, _change(change))
-    return check(path.stem, text, tables, schema, where=name)
+    return check(name, text, tables, schema, where=where or name)
+
+
+def value_of(change: str) -> object:
+    """The value that `section.key=value` sets, as a recipe reads it."""
+    (table,) = _change(change).values()
+    (value,) = table.values()
+    return value
 
 
 def read_text(path: Path) -> str:

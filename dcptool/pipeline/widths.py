@@ -163,7 +163,7 @@ def _by_latency(
     steps.append(_least(groups, settings))
     console.note("measuring the time of each layer at several widths")
     table = tabulate(
-        [(_cut_to(network, graph, w), _site_macs(network, graph, w)) for w in steps],
+        [(cut_to(network, graph, w), _site_macs(network, graph, w)) for w in steps],
         _condition(budget),
     )
 
@@ -193,7 +193,7 @@ def _measured(
     """Milliseconds of two networks, timed beside each other."""
     from dcptool.deploy import latency
 
-    slim = {str(i): _cut_to(network, graph, each) for i, each in enumerate(widths)}
+    slim = {str(i): cut_to(network, graph, each) for i, each in enumerate(widths)}
     with latency.exported(slim) as scanned:
         times = latency.milliseconds(scanned, _condition(budget))
     return times["0"], times["1"]
@@ -217,7 +217,7 @@ def measure_multiple(network: Network, settings: Selection, budget: Budget) -> i
     plans = {}
     for multiple in granularity.CANDIDATES:
         plans[multiple] = at_rate(network, graph, replace(settings, round_to=multiple))
-    slim = {str(m): _cut_to(network, graph, widths) for m, widths in plans.items()}
+    slim = {str(m): cut_to(network, graph, widths) for m, widths in plans.items()}
     with latency.exported(slim) as scanned:
         times = latency.milliseconds(scanned, _condition(budget))
     found = granularity.best({m: times[str(m)] / cost(plans[m]) for m in plans})
@@ -245,7 +245,7 @@ def _site_macs(network: Network, graph: ChannelGraph, widths: Mapping[str, int])
     return {name: macs for name, (_, macs) in found.by_site.items() if macs}
 
 
-def _cut_to(network: Network, graph: ChannelGraph, widths: Mapping[str, int]) -> Network:
+def cut_to(network: Network, graph: ChannelGraph, widths: Mapping[str, int]) -> Network:
     """A network of these widths, with whichever channels: it runs as fast as the final one."""
     module = copy.deepcopy(network.module).cpu().eval()
     cut(module, plan_cuts(graph, removed_by(graph, widths)))
