@@ -48,6 +48,13 @@ if TYPE_CHECKING:
     help="Peak learning rate of the stages.",
 )
 @click.option(
+    "--sweeps",
+    type=click.IntRange(0, 10),
+    default=0,
+    show_default=True,
+    help="Solve the slim network again so often, as long as it helps on held-out images.",
+)
+@click.option(
     "-b",
     "--batch-size",
     type=click.IntRange(1),
@@ -175,6 +182,7 @@ def _work(
             stage_steps=options["stage_steps"],
             stage_epochs=options["stage_epochs"],
             stage_lr=options["stage_lr"],
+            sweeps=options["sweeps"],
             options=training,
             amp=amp_dtype(options["amp_dtype"] if options["amp"] else None, device),
             batch_size=options["batch_size"],

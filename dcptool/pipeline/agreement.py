@@ -64,6 +64,30 @@ def agree(
     return Agreement(100 * same / max(count, 1), divergence / max(count, 1), int(count))
 
 
+def settle(
+    dense: nn.Module,
+    slim: nn.Module,
+    tried: nn.Module,
+    images: ImageSet,
+    what: str,
+    *,
+    workers: int | None = None,
+    device: str = "cpu",
+    dist: Dist = SINGLE,
+) -> bool:
+    """Give the slim network the weights that were tried, if they bring it nearer to the dense."""
+    before = agree(dense, slim, images, workers=workers, device=device, dist=dist)
+    after = agree(dense, tried, images, workers=workers, device=device, dist=dist)
+    helps = after.kl < before.kl
+    word = "kept" if helps else "not kept"
+    console.detail(
+        f"{what}: KL {before.kl:.4f} -> {after.kl:.4f}, {word} ({before.images} held-out images)"
+    )
+    if helps:
+        slim.load_state_dict(tried.cpu().state_dict())
+    return helps
+
+
 def settle_norms(
     dense: nn.Module,
     slim: nn.Module,
@@ -80,15 +104,13 @@ def settle_norms(
     tried = copy.deepcopy(slim).to(samples.device)
     if not reestimate_norms(tried, samples):
         return False
-    device = samples.device
-    before = agree(dense, slim, images, workers=workers, device=device, dist=dist)
-    after = agree(dense, tried, images, workers=workers, device=device, dist=dist)
-    helps = after.kl < before.kl
-    word = "kept" if helps else "not kept"
-    console.detail(
-        f"batch norms estimated anew: KL {before.kl:.4f} -> {after.kl:.4f}, {word} "
-        f"({before.images} held-out images)"
+    return settle(
+        dense,
+        slim,
+        tried,
+        images,
+        "batch norms estimated anew",
+        workers=workers,
+        device=samples.device,
+        dist=dist,
     )
-    if helps:
-        slim.load_state_dict(tried.cpu().state_dict())
-    return helps

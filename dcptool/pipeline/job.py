@@ -24,6 +24,7 @@ class Job:
     stage_steps: int | None = None
     stage_epochs: float | None = None
     stage_lr: float = 0.005
+    sweeps: int = 0
     options: Training = field(default_factory=Training)
     amp: torch.dtype | None = None
     batch_size: int = 64

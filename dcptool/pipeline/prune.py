@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,21 +19,28 @@ from dcptool.errors import GateFailed, InputError, Interrupted, UsageError
 from dcptool.network import artifact, cost
 from dcptool.network.base import Network
 from dcptool.network.graph import ChannelGraph, build_graph
-from dcptool.pipeline import calibration, prune_record, widths
-from dcptool.pipeline.agreement import Agreement, agree, halves, settle_norms
+from dcptool.pipeline import calibration, prune_document, prune_record, widths
+from dcptool.pipeline.agreement import Agreement, agree, halves, settle, settle_norms
 from dcptool.pipeline.job import Job
 from dcptool.pipeline.stage_training import SAVE_EVERY_S, StagePlan, StageTrainer
 from dcptool.report.record import keep_classes
 from dcptool.selection.limits import too_wide
 from dcptool.selection.probe import Tick
 from dcptool.selection.settings import Selection
-from dcptool.selection.stages import Listen, Outcome, Progress, nothing_to_prune, select
+from dcptool.selection.stages import (
+    Listen,
+    Outcome,
+    Progress,
+    nothing_to_prune,
+    select,
+    solve_again,
+)
 from dcptool.training import signals
 from dcptool.training.checkpoint import Checkpoints, digest_of
 from dcptool.training.data import Data
 from dcptool.training.dist import SINGLE, Dist
 from dcptool.training.evaluate import Accuracy, evaluate, predictor
-from dcptool.training.loader import loader
+from dcptool.training.loader import ImageSet, loader
 
 DENSE_WEIGHTS = "dense.safetensors"
 EVALUATION_BATCH = 64
@@ -149,12 +155,13 @@ def prune(
             dist=dist,
             device=job.device,
         )
+    choosing, reporting = halves(data.val)
+    sweeps = _sweep(network, outcome, images, job, choosing, dist)
     selection_seconds = time.monotonic() - selection_began
     training_seconds = trainer.seconds if trainer else 0.0
     slim = outcome.network
     dense_cost = cost.count(network.module, data.input.size)
     slim_cost = cost.count(slim.module, data.input.size)
-    choosing, reporting = halves(data.val)
     again = loader(chosen, job.batch_size, workers=job.workers, device=job.device)
     fresh_norms = settle_norms(
         network.module, slim.module, again, choosing, workers=job.workers, dist=dist
@@ -172,13 +179,14 @@ def prune(
         "method": settings.method,
         "solver": settings.solver,
         "samples": len(chosen),
-        **_budget(job.selection),
-        "dense": _side(dense_cost, dense_top1),
-        "slim": _side(slim_cost, slim_top1),
+        **prune_document.budget(job.selection),
+        "dense": prune_document.side(dense_cost, dense_top1),
+        "slim": prune_document.side(slim_cost, slim_top1),
         "kept": {choice.group: len(choice.kept) for choice in outcome.choices},
         "dead": sum(choice.dead for choice in outcome.choices),
         "agreement": asdict(agreement),
         "norms": "estimated anew" if fresh_norms else "kept",
+        "sweeps": sweeps,
         "proof": {
             "difference": outcome.proof.difference if outcome.proof else 0.0,
             "power": outcome.proof.power if outcome.proof else 0.0,
@@ -202,11 +210,11 @@ def prune(
         cost=artifact.cost_document(
             slim_cost.params, slim_cost.macs, dense_cost.params, dense_cost.macs
         ),
-        metrics=_metrics(data, slim_top1, dense_top1, agreement),
+        metrics=prune_document.metrics(data, slim_top1, dense_top1, agreement),
         lineage={
             **(job.lineage or {}),
             "dense": {"checkpoint": DENSE_WEIGHTS, "weights": network.weights},
-            "prune": _plain(settings, job, outcome, len(chosen)),
+            "prune": prune_document.lineage(settings, job, outcome, len(chosen)),
         },
     )
     prune_record.clear_checkpoints(folder)
@@ -244,6 +252,31 @@ def _edges(
         yield edge, tick
 
 
+def _sweep(
+    network: Network,
+    outcome: Outcome,
+    images: list[torch.Tensor],
+    job: Job,
+    choosing: ImageSet,
+    dist: Dist,
+) -> int:
+    """Solve the slim network again as often as it helps; returns how often it did."""
+    for done in range(job.sweeps if outcome.cuts else 0):
+        tried = solve_again(network, outcome, images, job.selection, dist=dist, device=job.device)
+        if not settle(
+            network.module,
+            outcome.network.module,
+            tried,
+            choosing,
+            f"sweep {done + 1}",
+            workers=job.workers,
+            device=job.device,
+            dist=dist,
+        ):
+            return done
+    return job.sweeps if outcome.cuts else 0
+
+
 def _stage_plan(job: Job, folder: Path, marks: dict[str, str]) -> StagePlan:
     return StagePlan(
         job.stage_steps,
@@ -263,7 +296,8 @@ def _stage_plan(job: Job, folder: Path, marks: dict[str, str]) -> StagePlan:
 
 def fingerprint(network: Network, data: Data, job: Job, dist: Dist) -> dict[str, str]:
     """What must not change between a run and its resume."""
-    trained = (job.training, job.stage_steps, job.stage_epochs, job.stage_lr, str(job.amp))
+    steps = (job.stage_steps, job.stage_epochs, job.stage_lr, job.sweeps)
+    trained = (job.training, *steps, str(job.amp))
     return {
         **{f"prune.{key}": str(value) for key, value in asdict(job.selection).items()},
         **{f"training.{key}": value for key, value in job.options.fingerprint().items()},
@@ -300,71 +334,6 @@ def _gates(job: Job, agreement: Agreement) -> list[dict[str, object]]:
         )
     limit = job.min_agreement
     return [{"name": "agreement", "limit": limit, "value": agreement.top1, "ok": True}]
-
-
-def _budget(settings: Selection) -> dict[str, object]:
-    """What was asked for."""
-    if settings.plan is not None:
-        return {"plan": dict(settings.plan)}
-    rounding = {"round_to": settings.round_to}
-    if settings.budget is not None:
-        return {f"target_{settings.budget.kind}": settings.budget.value, **rounding}
-    if settings.epsilon is not None:
-        return {"epsilon": settings.epsilon, **rounding}
-    asked: dict[str, object] = {"rate": float(settings.rate or 0)}
-    if settings.rates:
-        asked["rates"] = {k: float(v) for k, v in settings.rates.items()}
-    if settings.widths != "uniform":
-        asked["widths"] = settings.widths
-    return {**asked, **rounding}
-
-
-def _side(counted: cost.Counted, accuracy: Accuracy | None) -> dict[str, object]:
-    return {
-        "params": counted.params,
-        "macs": counted.macs,
-        "top1": accuracy.top1 if accuracy else None,
-    }
-
-
-def _metrics(
-    data: Data, slim: Accuracy | None, dense: Accuracy | None, agreement: Agreement
-) -> dict[str, object]:
-    metrics: dict[str, object] = {
-        "source": data.source,
-        "agreement": agreement.top1,
-        "agreement_images": agreement.images,
-        "kl": agreement.kl,
-    }
-    if slim is not None and dense is not None:
-        metrics |= {
-            "images": data.report.name,
-            "top1": slim.top1,
-            "top5": slim.top5,
-            "dense_top1": dense.top1,
-        }
-    return metrics
-
-
-def _plain(settings: Selection, job: Job, outcome: Outcome, images: int) -> dict[str, object]:
-    return {
-        **_budget(job.selection),
-        "method": settings.method,
-        "solver": settings.solver,
-        "target": settings.target,
-        "score": settings.score,
-        "lambda": "inf" if math.isinf(settings.discrimination) else settings.discrimination,
-        "samples": images,
-        "positions": settings.positions,
-        "scope": settings.scope,
-        "prune_residual": settings.prune_residual,
-        "training": job.training,
-        "stage_steps": job.stage_steps if job.training else 0,
-        "stage_lr": job.stage_lr,
-        "seed": settings.seed,
-        "threads": torch.get_num_threads(),
-        "groups": len(outcome.choices),
-    }
 
 
 def _weights(module: nn.Module) -> bytes:

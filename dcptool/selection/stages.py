@@ -34,6 +34,7 @@ class Outcome:
     network: Network
     choices: list[Choice] = field(default_factory=list)
     proof: Proof | None = None
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
 
 # Fine-tunes before a stage, unless that is done already (the last argument); returns the loss of
@@ -128,6 +129,7 @@ def select(
                 cuts = compose(cuts, fresh)
     finally:
         room.close()
+    outcome.cuts = cuts
     outcome.network = Network(
         current,
         network.base,
@@ -137,6 +139,34 @@ def select(
         network.weights,
     )
     return outcome
+
+
+def solve_again(
+    network: Network,
+    outcome: Outcome,
+    images: Sequence[Tensor],
+    settings: Selection,
+    *,
+    tick: Tick = nothing,
+    dist: Dist = SINGLE,
+    device: str = "cpu",
+) -> nn.Module:
+    """The slim network with every layer solved once more, near the weights that it has."""
+    dense = copy.deepcopy(network.module).eval().to(device)
+    current = copy.deepcopy(outcome.network.module).eval().to(device)
+    nothing_goes = replace(settings, plan={})
+    room = Room(int(settings.cache_gb * 2**30), device=device)
+    samples = share(images, dist, device)
+    cuts = dict(outcome.cuts)
+    try:
+        with console.progress("sweep", 1) as task:
+            stage = Stage(
+                network, dense, current, cuts, nothing_goes, room, samples, None, (), tick
+            )
+            stage.run(0, len(stage.chain.segments), [], task, None, lambda *_: None)
+    finally:
+        room.close()
+    return current.cpu()
 
 
 def plan_stages(
