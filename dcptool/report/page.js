@@ -23,6 +23,10 @@
     mark.addEventListener("blur", hide);
   });
   addEventListener("keydown", function (event) { if (event.key === "Escape") { hide(); } });
+  // What is folded away on the screen belongs on paper.
+  addEventListener("beforeprint", function () {
+    document.querySelectorAll("details").forEach(function (part) { part.open = true; });
+  });
   function value(row, column) {
     var cell = row.cells[column];
     var text = cell.hasAttribute("data-value") ? cell.getAttribute("data-value") : cell.textContent.trim();

@@ -127,6 +127,15 @@ def test_fits_its_window_in_both_colours(browser, run, width, scheme):
     assert paper == ("rgb(18, 22, 28)" if scheme == "dark" else "rgb(255, 255, 255)")
 
 
+def test_nothing_is_folded_on_paper(browser, run):
+    browser.get((run / "report.html").as_uri())
+    browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = false)")
+    browser.print_page()
+    assert browser.execute_script(
+        "return [...document.querySelectorAll('details')].every(d => d.open)"
+    )
+
+
 def test_several_runs(browser, run):
     other = run.parent / "other"
     shutil.copytree(run, other)
