@@ -140,6 +140,8 @@ def curves(
                 "<title>{t}</title></polyline>"
             ).format(n=number % 4, t=line.tip or line.name, p=text)
         )
+        if len(shown) == 1:  # a line of one point would not be seen
+            out.append(_dot(f"line line{number % 4}", *shown[0], 3.5, line.tip or line.name))
         if line.mark is not None:
             x, y = place(*line.mark)
             out.append(_dot("mark", x, y, 4.5, line.tip or line.name))
@@ -297,7 +299,7 @@ def _short(value: float) -> str:
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
-    return f"{value:.4g}"
+    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.4g}"
 
 
 def _cut(text: str, most: int) -> str:

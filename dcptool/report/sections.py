@@ -237,11 +237,8 @@ def classes(record: Record) -> Context | None:
             change = after - before
             rows.append({"name": str(name), "dense": before, "slim": after, "change": change})
     rows.sort(key=lambda row: row["change"])
-    if len(rows) > 2 * MOST_CLASSES:
-        lost, gained = rows[:MOST_CLASSES], rows[-MOST_CLASSES:]
-    else:
-        lost = [row for row in rows if row["change"] < 0]
-        gained = [row for row in rows if row["change"] >= 0]
+    lost = [row for row in rows[:MOST_CLASSES] if row["change"] < 0]
+    gained = [row for row in rows[-MOST_CLASSES:] if row["change"] > 0]
     return {"lost": lost, "gained": gained[::-1], "count": len(rows)} if rows else None
 
 

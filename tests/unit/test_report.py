@@ -212,7 +212,7 @@ def test_classes_that_gained_and_lost(run):
     found = sections.classes(record.collect(run))
     assert found is not None
     assert [row["change"] for row in found["lost"]] == [-5.0, -4.0, -3.0, -2.0, -1.0]
-    assert [row["change"] for row in found["gained"]] == [4.0, 3.0, 2.0, 1.0, 0.0]
+    assert [row["change"] for row in found["gained"]] == [4.0, 3.0, 2.0, 1.0]
 
 
 def test_dense_accuracy_of_classes_comes_from_the_run_before(run, tmp_path):
