@@ -120,7 +120,7 @@ def curves(
     points = [p for line in lines for p in line.points]
     if not points:
         return Markup("")
-    left, right, bottom = 58, 12, 40
+    left, right, bottom = 66, 12, 40
     top = 32 if len(lines) > 1 else 14
     x0, x1 = _range([x for x, _ in points])
     y0, y1 = _range([y for _, y in points])
@@ -299,7 +299,7 @@ def _short(value: float) -> str:
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
-    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.4g}"
+    return f"{value:.2e}".replace("e-0", "e-") if 0 < abs(value) < 1e-3 else f"{value:.4g}"
 
 
 def _cut(text: str, most: int) -> str:
