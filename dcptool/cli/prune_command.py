@@ -108,6 +108,10 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int | None:
         _refuse_finished(resume)
     if options["model"] is None:
         raise UsageError("MODEL is missing", try_="dcptool prune resnet50 --rate 0.3")
+    if options["selection"]["provider"] != "cpu":
+        from dcptool.deploy import session
+
+        session.choose((options["selection"]["provider"],))
     settings = settings_of(options["selection"], options["seed"], options["batch_size"])
     document = _work(options["model"], settings, options, resume)
     if document is not None:
@@ -220,11 +224,9 @@ def _rounded(
     """Settings with the multiple that this machine likes; options name it from now on."""
     from dataclasses import replace
 
-    from dcptool.deploy import session
     from dcptool.pipeline.widths import measure_multiple
 
     given = options["selection"]
-    session.choose((given["provider"],))
     if given["round_to"] == "measure":
         network.input = data.input
         asked = settings if settings.rate else replace(settings, rate=Fraction(3, 10))

@@ -7,7 +7,9 @@ from fractions import Fraction
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from dcptool.cli.prune_command import command
 from dcptool.deploy import granularity
 from dcptool.deploy.latency import Table
 from dcptool.errors import GateFailed, UsageError
@@ -93,7 +95,8 @@ def test_a_budget_that_is_missed_fails(tmp_path, monkeypatch) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_milliseconds_are_met_and_measured(tmp_path) -> None:
+def test_milliseconds_are_met_and_measured(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("dcptool.deploy.latency.SECONDS", 0.2)
     network, images = _small()
     budget = Budget("latency", 0.75, True, threads=1, batch_size=8)
     settings = Selection(budget=budget, positions=8)
@@ -128,3 +131,25 @@ def test_measured_multiples_are_kept(tmp_path, monkeypatch) -> None:
     granularity.remember("a network", 16)
     granularity.remember("another", 8)
     assert granularity.recall("a network") == 16
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--target-latency", "1.5"], "is no target"),
+        (["--target-macs", "half"], "is no target"),
+        (["--target-macs", "-1"], "is no target"),
+        (["--target-macs", "0.5", "--rate", "0.5"], "exclude each other"),
+        (["--max-accuracy-drop", "1", "--rate", "0.5"], "exclude each other"),
+        (["--max-accuracy-drop", "nan"], "nan"),
+        (["--rate", "0.5", "--round-to", "0"], "'0'"),
+        (["--rate", "0.5", "--round-to", "9999"], "256"),
+        (["--epsilon", "0.1", "--solver", "sgd", "--round-to", "8"], "exact counts"),
+        (["--rate", "0.5", "--provider", "quantum"], "unknown provider"),
+    ],
+)
+def test_budgets_that_make_no_sense(words: list[str], says: str) -> None:
+    done = CliRunner().invoke(command, ["zoo:resnet20", "--no-pretrained", *words])
+    assert done.exit_code
+    told = done.output + str(done.exception) + str(getattr(done.exception, "why", ""))
+    assert says in told
