@@ -51,3 +51,19 @@ def test_only_what_helps_is_kept() -> None:
     assert torch.equal(slim.state_dict()["conv1.weight"], near.state_dict()["conv1.weight"])
     assert not settle(network.module, slim, far, images, "far")
     assert torch.equal(slim.state_dict()["conv1.weight"], near.state_dict()["conv1.weight"])
+
+
+def test_a_gain_within_the_noise_is_no_gain(monkeypatch) -> None:
+    network = models.load("zoo:resnet20", pretrained=False, num_classes=10)
+    images = open_data(DataSpec(), network).val
+    slim = copy.deepcopy(network.module)
+    noise = torch.Generator().manual_seed(0)
+    asked: list[int] = []
+
+    def drawn(wanted: torch.Tensor, _given: torch.Tensor) -> torch.Tensor:
+        asked.append(1)
+        better = 0.001 if len(asked) % 2 else 0.0
+        return better + torch.rand(len(wanted), generator=noise, dtype=torch.float64)
+
+    monkeypatch.setattr("dcptool.pipeline.agreement._divergence", drawn)
+    assert not settle(network.module, slim, copy.deepcopy(slim), images, "noise")
