@@ -111,6 +111,7 @@ def measure(scanned: dict, batch: int, threads: int, seconds: float) -> dict:
     """Seconds of each call, over several generations of sessions."""
     generator = np.random.default_rng(0)
     found: dict[str, list] = {name: [] for name in scanned}
+    schedule: timing.Schedule | None = None
     for _ in range(GENERATIONS):
         runners = {}
         for index in generator.permutation(len(scanned)):
@@ -119,7 +120,8 @@ def measure(scanned: dict, batch: int, threads: int, seconds: float) -> dict:
             feeds = feed_of(scanned[name].proto).random(batch, size=None, seed=0)
             runners[name] = lambda session=session, feeds=feeds: session.run(None, feeds)
         once = timing.plan(runners, warmup=2, duration_s=seconds / GENERATIONS, iterations=None)
-        schedule = replace(once, rounds=max(3, min(once.rounds, 12)))
+        # One schedule for all generations, so that each weighs the same.
+        schedule = schedule or replace(once, rounds=max(3, min(once.rounds, 12)))
         for name, times in timing.interleave(runners, schedule, generator).items():
             found[name].append(times)
     return found
