@@ -121,7 +121,7 @@ def measure(scanned: dict, batch: int, threads: int, seconds: float) -> dict:
             runners[name] = lambda session=session, feeds=feeds: session.run(None, feeds)
         once = timing.plan(runners, warmup=2, duration_s=seconds / GENERATIONS, iterations=None)
         # One schedule for all generations, so that each weighs the same.
-        schedule = schedule or replace(once, rounds=max(3, min(once.rounds, 12)))
+        schedule = schedule or replace(once, rounds=12 if batch < 8 else 3)
         for name, times in timing.interleave(runners, schedule, generator).items():
             found[name].append(times)
     return found
