@@ -12,9 +12,9 @@ from typing import Any
 from dcptool import console, files
 from dcptool.errors import InputError
 from dcptool.network.base import Cut
+from dcptool.selection.choice import Choice
 from dcptool.selection.heads import Head
 from dcptool.selection.settings import Recorded
-from dcptool.selection.stage import Choice
 from dcptool.selection.stages import Progress
 
 STEPS_FILE = "steps.jsonl"

@@ -15,10 +15,10 @@ from torch import Tensor
 from dcptool import console
 from dcptool.network.base import Network
 from dcptool.network.graph import Group
-from dcptool.selection.gram import Moments, backward_order
+from dcptool.selection.gram import Moments, backward_order, relative
 from dcptool.selection.samples import share
 from dcptool.selection.settings import Selection
-from dcptool.selection.stage import Stage, relative
+from dcptool.selection.stage import Stage
 from dcptool.selection.store import Room
 from dcptool.selection.widths import Curve
 from dcptool.training.dist import SINGLE, Dist

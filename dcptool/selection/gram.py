@@ -63,6 +63,14 @@ class Moments:
         return float((self.energy - self.c[-1].square()).sum().clamp_min(1e-30))
 
 
+def relative(moments: Moments) -> Moments:
+    """The same problem with a target of variance one."""
+    size = moments.variance
+    return Moments(
+        moments.s, moments.c / math.sqrt(size), moments.energy / size, moments.unit, moments.rows
+    )
+
+
 @dataclass(frozen=True)
 class Ranking:
     """Units from first kept to last, and the loss at each size that was tried, small to large.

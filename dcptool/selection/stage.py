@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from dcptool.errors import GateFailed, InputError
 from dcptool.network.base import Cut, Network
 from dcptool.network.graph import Group, build_graph
 from dcptool.selection.chain import Chain, build_chain
-from dcptool.selection.gram import Moments, Ranking, refit
+from dcptool.selection.choice import Choice, Edge, Report, unsolvable, whole
+from dcptool.selection.gram import Moments, Ranking, refit, relative
 from dcptool.selection.greedy import LossAt, Sgd, choose
 from dcptool.selection.joint import metric, weigh
 from dcptool.selection.limits import MOST_COLUMNS, is_looped
@@ -34,26 +34,6 @@ from dcptool.selection.store import Room
 from dcptool.selection.widths import nearest
 
 READER_RIDGE = 1e-2
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was decided for one group; `losses` begin with `smallest` units kept."""
-
-    group: str
-    units: int
-    kept: tuple[int, ...]
-    losses: tuple[float, ...]
-    why_stopped: str
-    dead: int = 0
-    order: tuple[int, ...] = ()
-    norms: tuple[float, ...] = ()
-    smallest: int = 0
-
-
-Report = Callable[[Choice], None]
-# Hears of the segment and the layer in it that come next; may raise to end the work.
-Edge = Callable[[int, int], None]
 
 
 class Stage:
@@ -126,7 +106,7 @@ class Stage:
             wide = [group for group in new if self._goes(group)]
             for group in new:
                 if not self._goes(group):
-                    decided(_whole(group))
+                    decided(whole(group))
             if wide:
                 self._decide_first(wide, decided, lambda: edge(first, skip))
                 first, skip = min(first, *[self._begins(group) for group in wide]), 0
@@ -143,7 +123,7 @@ class Stage:
                     # layer decides anything is still to be seen from those that are left.
                     for group in sorted(groups, key=self._goes):
                         edge(place, number)
-                        decided(self._decide(group) if self._goes(group) else _whole(group))
+                        decided(self._decide(group) if self._goes(group) else whole(group))
                     changed = bool(self.removed or self.probe.cuts)
                     decides = any(self._goes(group) for group in groups)
                     if not decides and changed and self.refits and self._solves(name):
@@ -299,7 +279,7 @@ class Stage:
     def _decide_by_walking(self, group: Group, local: Sequence[str]) -> Choice:
         """Algorithm 2 itself, on the readers in this segment or later."""
         if not local:
-            raise _unsolvable(group)
+            raise unsolvable(group)
         joint = self.probe.joint(local, self.pivot, self.losses, self.settings.discrimination)
         order = self.settings.recorded(group)
         if order is None and self.settings.method == "random":
@@ -353,7 +333,7 @@ class Stage:
         """Ask the method, or take the order that an earlier run recorded."""
         method = METHODS[self.settings.method]
         if method.needs_data and not problems:
-            raise _unsolvable(group)
+            raise unsolvable(group)
         recorded = self.settings.recorded(group)
         if recorded is not None:
             old = self.settings.reuse[group.name]
@@ -422,24 +402,3 @@ class Stage:
         inputs = torch.from_numpy(self.graph.sites[name].inputs)
         gone = torch.isin(inputs, torch.tensor(sorted(self.removed), dtype=torch.long))
         layer.weight.data[:, gone] = 0.0
-
-
-def _whole(group: Group) -> Choice:
-    """The choice for a group of which nothing is to go: no order, nothing touched."""
-    return Choice(group.name, len(group.units), tuple(range(len(group.units))), (), "count")
-
-
-def _unsolvable(group: Group) -> InputError:
-    return InputError(
-        f"cannot choose channels of {group.name}",
-        why="no layer that reads it can be solved for",
-        try_=f"--keep {group.name}",
-    )
-
-
-def relative(moments: Moments) -> Moments:
-    """The same problem with a target of variance one."""
-    size = moments.variance
-    return Moments(
-        moments.s, moments.c / math.sqrt(size), moments.energy / size, moments.unit, moments.rows
-    )

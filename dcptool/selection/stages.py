@@ -18,11 +18,12 @@ from dcptool.network.base import Cut, Network
 from dcptool.network.graph import ChannelGraph, build_graph
 from dcptool.network.surgery import Proof, compose, cut, plan_cuts, prove
 from dcptool.selection.chain import build_chain
+from dcptool.selection.choice import Choice, Report
 from dcptool.selection.greedy import LossAt
 from dcptool.selection.probe import Tick, nothing
 from dcptool.selection.samples import share
 from dcptool.selection.settings import Selection
-from dcptool.selection.stage import Choice, Report, Stage
+from dcptool.selection.stage import Stage
 from dcptool.selection.store import Room
 from dcptool.training.dist import SINGLE, Dist
 
