@@ -141,7 +141,7 @@ def _work(
     from dcptool.cli import launch
     from dcptool.network import artifact
     from dcptool.pipeline import prune as pipeline
-    from dcptool.pipeline import prune_record, rundir
+    from dcptool.pipeline import prune_record, rundir, widths
     from dcptool.pipeline.job import Job
     from dcptool.training import dist as processes
     from dcptool.training.classes import check_classes
@@ -167,6 +167,7 @@ def _work(
         settings = _rounded(network, data, settings, options, dist)
         training_wanted = not options["no_training"]
         pipeline.check(network, data, settings, training=training_wanted, processes=dist.world)
+        widths.check_reach(network, settings, dist)
         made = None
         if dist.is_writer:
             made = resume or _folder(model, settings, options)

@@ -73,7 +73,6 @@ def check(
         groups = settings.groups(graph)
         if not groups:
             raise nothing_to_prune(network, graph, settings)
-        widths.check_reach(network, settings)
         anew = [group.name for group in groups if settings.recorded(group) is None]
         if settings.reuse and anew:
             console.note(

@@ -36,7 +36,7 @@ from dcptool.selection.widths import (
     removed_by,
     spread,
 )
-from dcptool.training.dist import Dist
+from dcptool.training.dist import SINGLE, Dist
 
 WIDTHS_FILE = "widths.json"
 TOLERANCE = {"macs": 0.01, "params": 0.01, "latency": 0.05}
@@ -46,8 +46,8 @@ SHARES = (1.0, 0.75, 0.5, 0.25)
 ATTEMPTS = 5
 
 
-def check_reach(network: Network, settings: Selection) -> None:
-    """Refuse a budget that no widths can meet, naming the range."""
+def check_reach(network: Network, settings: Selection, dist: Dist = SINGLE) -> None:
+    """Refuse a budget that no widths can meet, naming the range; one process measures for all."""
     budget = settings.budget
     if budget is None:
         return
@@ -55,7 +55,8 @@ def check_reach(network: Network, settings: Selection) -> None:
     groups = settings.groups(graph)
     if budget.kind == "latency":
         ends = [_least(groups, settings), {group.name: len(group.units) for group in groups}]
-        low, high = _measured(network, graph, ends, budget)
+        found = _measured(network, graph, ends, budget) if dist.is_writer else (0.0, 0.0)
+        low, high = dist.broadcast(found)
     else:
         low, high = reach(groups, settings.round_to, _cost(network, graph, budget.kind))
     wanted = budget.value * high if budget.is_share else budget.value
