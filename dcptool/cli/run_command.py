@@ -31,6 +31,12 @@ def complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> l
     metavar="SECTION.KEY=VALUE",
     help="Change one value of the recipe, e.g. prune.rate=0.5; repeatable.",
 )
+@click.option(
+    "--without",
+    multiple=True,
+    metavar="SECTION[.KEY]",
+    help="Leave a step or a key of the recipe out; repeatable.",
+)
 @click.option("--resume", is_flag=True, help="Go on in the middle of a step that was stopped.")
 @click.option(
     "--dry-run", is_flag=True, help="Show steps, files, disk and time; measure, write nothing."
@@ -43,6 +49,7 @@ def command(
     /,
     recipe: str,
     changes: tuple[str, ...],
+    without: tuple[str, ...],
     resume: bool,
     dry_run: bool,
     runs_dir: Path | None,
@@ -62,10 +69,11 @@ def command(
     from dcptool.pipeline import recipe as recipes
     from dcptool.pipeline import rundir
 
-    found = recipes.read(recipe, sections.schema(), changes)
+    found = recipes.read(recipe, sections.schema(), changes, without)
     runs = rundir.runs_folder(runs_dir)
     words = ["dcptool", "run", recipe]
     words += [word for change in changes for word in ("--set", change)]
+    words += [word for place in without for word in ("--without", place)]
     words += ["--runs-dir", str(runs_dir)] if runs_dir is not None else []
     if found.has("sweep"):
         from dcptool.cli import study_run

@@ -45,7 +45,8 @@ def sections() -> dict[str, Section]:
             {
                 "over": _key(_dotted),
                 "values": _key(_list_of(_scalar)),
-                "names": _key(_list_of(_text)),
+                "names": _key(_table_of(_text)),
+                "only": _key(_list_of(_text)),
                 "rows": _key(_list_of(_row)),
             },
             whole=_fits,
@@ -166,7 +167,4 @@ def _fits(table: dict[str, Any]) -> list[str]:
         faults.append("sweep.over and sweep.values belong together")
     if "over" not in table and "rows" not in table:
         faults.append("sweep needs over and values, or rows")
-    names, values = table.get("names"), table.get("values")
-    if isinstance(names, list) and isinstance(values, list) and len(names) != len(values):
-        faults.append(f"sweep.names has {len(names)} names for {len(values)} values")
     return faults

@@ -227,7 +227,7 @@ def _settle(
 def _translate(module: nn.Module, base: Base, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Names of public files to names of the network."""
     if base.source == "zoo":
-        return zoo.rename(state)
+        return zoo.translate(base.name, state)
     if base.source == "torchvision":
         return torchvision_keys.translate(module, base.name, state)
     return state

@@ -158,5 +158,5 @@ def _zoo(name: str) -> Offer:
     from dcptool.network import zoo
 
     entry = zoo.ENTRIES[name]
-    spec = Input(entry.size, entry.mean, entry.std, crop_pct=1.0)
+    spec = Input(entry.size, entry.mean, entry.std, crop_pct=entry.crop_pct)
     return Offer(Base("zoo", name, entry.num_classes), spec, None)

@@ -139,17 +139,29 @@ def find(name: str) -> Path:
     )
 
 
-def read(name: str, schema: Schema, changes: Sequence[str] = ()) -> Recipe:
-    """Read a recipe by name or path, lay `changes` (`prune.rate=0.5`) over it, and check it."""
+def read(
+    name: str, schema: Schema, changes: Sequence[str] = (), without: Sequence[str] = ()
+) -> Recipe:
+    """Read a recipe by name or path, take things `without` which it shall be (a section, or
+    `section.key`) out of it, lay `changes` (`prune.rate=0.5`) over it, and check it.
+    """
     path = find(name)
-    return changed(path.stem, read_text(path), schema, changes, where=name)
+    return changed(path.stem, read_text(path), schema, changes, without, where=name)
 
 
 def changed(
-    name: str, text: str, schema: Schema, changes: Sequence[str], *, where: str = ""
+    name: str,
+    text: str,
+    schema: Schema,
+    changes: Sequence[str],
+    without: Sequence[str] = (),
+    *,
+    where: str = "",
 ) -> Recipe:
-    """The recipe of a text with `changes` laid over it, checked."""
+    """The recipe of a text with `changes` laid over it and without some of it, checked."""
     tables = parse(text, where or name)
+    for place in without:
+        _take_out(tables, place, name)
     for change in changes:
         _lay_over(tables, _change(change))
     return check(name, text, tables, schema, where=where or name)
@@ -231,6 +243,21 @@ def _change(text: str) -> dict[str, Any]:
             continue
         return tables
     raise UsageError(f"--set {text} is no key and value", try_="--set prune.rate=0.5")
+
+
+def _take_out(tables: dict[str, Any], place: str, name: str) -> None:
+    section, _, key = place.partition(".")
+    table = tables.get(section)
+    if not isinstance(table, dict) or (key and key not in table):
+        raise UsageError(
+            f"--without {place}: the recipe {name} has no such thing",
+            why=f"its sections are {', '.join(tables)}",
+            try_=f"dcptool recipe show {name}",
+        )
+    if key:
+        del table[key]
+    else:
+        del tables[section]
 
 
 def _lay_over(tables: dict[str, Any], change: Mapping[str, Any]) -> None:

@@ -8,9 +8,11 @@ it was. Tables and pictures of a study are the report's; how many runs fit a mac
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -101,21 +103,35 @@ def points_of(recipe: Recipe) -> list[Point]:
     """The points that the section [sweep] of a recipe asks for; none without one.
 
     `rows` are variants with a name, `over` and `values` vary one key; both together make a grid.
+    `names` calls some values otherwise, and `only` takes some points out of all.
     """
     table = recipe.sections.get("sweep")
     if table is None:
         return []
+    found = _points(table)
+    only = table.get("only")
+    if only is None:
+        return found
+    known = [point.name for point in found]
+    wrong = [name for name in only if name not in known]
+    if wrong:
+        raise UsageError(
+            f"{recipe.name} has no point {wrong[0]!r}", why=f"it has {', '.join(known)}"
+        )
+    return [point for point in found if point.name in only]
+
+
+def _points(table: Mapping[str, Any]) -> list[Point]:
     rows = [
         Point(str(row["name"]), dict(row.get("set", {})), tuple(row.get("without", ())))
         for row in table.get("rows", [])
     ]
     if "over" not in table:
         return rows
-    values = table["values"]
-    names = table.get("names") or [shown(value) for value in values]
+    names = table.get("names", {})
     each = [
-        Point(str(name), {str(table["over"]): value})
-        for name, value in zip(names, values, strict=True)
+        Point(names.get(shown(value), shown(value)), {str(table["over"]): value})
+        for value in table["values"]
     ]
     if not rows:
         return each
@@ -133,6 +149,8 @@ def points_of(recipe: Recipe) -> list[Point]:
 
 def shown(value: object) -> str:
     """A value as it is called in names and tables."""
+    if isinstance(value, float | Decimal) and math.isinf(value):
+        return "inf"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -74,14 +74,14 @@ def test_points_are_all_combinations():
 
 def test_sweep_rows_and_values_make_a_grid():
     text = BASE + (
-        '[sweep]\nover = "prune.rate"\nvalues = [0.3, 0.7]\nnames = ["a third", "most"]\n'
+        '[sweep]\nover = "prune.rate"\nvalues = [0.3, 0.7]\nnames = { "0.7" = "most" }\n'
         '[[sweep.rows]]\nname = "WM+"\nset = { "prune.method" = "random" }\n'
         '[[sweep.rows]]\nname = "Adapt"\nset = { "prune.epsilon" = 0.01 }\n'
         'without = ["prune.rate"]\n'
     )
     points = study.points_of(read(text))
     assert [p.name for p in points] == [
-        "WM+, a third", "WM+, most", "Adapt, a third", "Adapt, most",
+        "WM+, 0.3", "WM+, most", "Adapt, 0.3", "Adapt, most",
     ]  # fmt: skip
     assert points[3].place == ("Adapt", "most")
     at = study.recipe_at(read(text), points[1])
@@ -189,10 +189,9 @@ def test_scale_shortens_everything_by_one_number():
     [
         ('over = "prune.rate"', "belong together"),
         ("values = [1]", "belong together"),
-        ('names = ["a"]', "over and values, or rows"),
+        ('names = { a = "b" }', "over and values, or rows"),
         ('over = "rate"\nvalues = [1]', "such as prune.lambda"),
         ('over = "prune.rate"\nvalues = []', "a list is wanted"),
-        ('over = "prune.rate"\nvalues = [1, 2]\nnames = ["a"]', "1 names for 2 values"),
         ("rows = [{ set = {} }]", "a row needs a name"),
         ('rows = [{ name = "a", sets = {} }]', "no sets"),
     ],
@@ -201,6 +200,24 @@ def test_sweeps_that_make_no_sense(text, words):
     with pytest.raises(UsageError) as caught:
         read(f"{BASE}[sweep]\n{text}\n")
     assert words in caught.value.why
+
+
+def test_a_part_of_a_study():
+    text = BASE + '[sweep]\nover = "prune.lambda"\nvalues = [0, 0.1, inf]\n'
+    assert [p.name for p in study.points_of(read(text + 'only = ["inf", "0"]\n'))] == ["0", "inf"]
+    with pytest.raises(UsageError, match="no point '2'"):
+        study.points_of(read(text + 'only = ["2"]\n'))
+
+
+def test_sections_and_keys_are_left_out(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(BASE)
+    found = recipe.read(str(path), SCHEMA, ["prune.epsilon=0.1"], ["finetune", "prune.rate"])
+    assert set(found.sections) == {"model", "prune"}
+    assert found.words["prune"] == {"samples": ("--samples=100",), "epsilon": ("--epsilon=0.1",)}
+    for wrong in ("baseline", "prune.lambda", ""):
+        with pytest.raises(UsageError, match="no such thing"):
+            recipe.read(str(path), SCHEMA, (), [wrong])
 
 
 def test_lambda_may_be_infinite_and_nothing_else():
