@@ -15,7 +15,12 @@ from dcptool.cli.options import model_options, output_options
 
 
 @click.command("analyze")
-@click.argument("model")
+@click.argument("model", required=False, metavar="MODEL|ARTIFACT")
+@click.option(
+    "--recipe",
+    metavar="NAME|FILE.toml",
+    help="Instead of MODEL: params and MACs of every point of a recipe, beside the paper's.",
+)
 @click.option(
     "--rate",
     "rates",
@@ -50,7 +55,8 @@ from dcptool.cli.options import model_options, output_options
 @model_options
 @output_options
 def command(
-    model: str,
+    model: str | None,
+    recipe: str | None,
     rates: tuple[str, ...],
     scope: str,
     losses: int | None,
@@ -75,6 +81,17 @@ def command(
     for path in (emit_plan, plot):
         if path is not None:
             files.require_new(path, force=force)
+
+    if recipe is not None:
+        from dcptool.cli import analyze_recipe
+
+        given = [name for name, value in (("MODEL", model), ("--emit-plan", emit_plan)) if value]
+        if given:
+            raise UsageError(f"{given[0]} and --recipe exclude each other")
+        analyze_recipe.show(recipe, plot, as_json=as_json)
+        return
+    if model is None:
+        raise UsageError("MODEL is missing", try_="dcptool analyze resnet50")
 
     from dcptool.deploy.granularity import auto
     from dcptool.network.artifact import open_target

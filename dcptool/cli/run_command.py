@@ -113,6 +113,10 @@ def command(
         folder = Path(document["run"])
         kept = {key: document[key] for key in ("recipe", "summary", "gates", "seconds")}
         page.after(folder, "run", kept, recorded.typed())
+    if found.has("paper"):
+        from dcptool.cli import study_run
+
+        study_run.write_one(found, document)
     app.emit("run", document, _text(document), as_json=as_json, failure=failure)
 
 

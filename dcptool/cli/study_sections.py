@@ -12,30 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from dcptool.pipeline.recipe import Key, Section
-
-MEASURES = {
-    "params": "#Param.",
-    "macs": "#FLOPs",
-    "params_ratio": "#Param. reduction",
-    "macs_ratio": "#FLOPs reduction",
-    "error": "Testing err. (%)",
-    "error_gap": "Err. gap (%)",
-    "top5_error": "Top-5 err. (%)",
-    "top5_gap": "Top-5 gap (%)",
-    "pruned_error": "Testing err. before fine-tuning (%)",
-    "pruned_gap": "Err. gap before fine-tuning (%)",
-    "train_error": "Training err. (%)",
-    "top1": "Top-1 (%)",
-    "top5": "Top-5 (%)",
-    "verification": "LFW acc. (%)",
-    "forward_ms": "Forward (ms)",
-    "backward_ms": "Backward (ms)",
-    "total_ms": "Total (ms)",
-    "latency_ms": "Latency (ms)",
-    "speedup": "Speedup",
-    "seconds": "Seconds",
-}
-LAYOUTS = ("across", "down", "grid")
+from dcptool.report.paper_table import LAYOUTS, MEASURES
 
 
 def sections() -> dict[str, Section]:

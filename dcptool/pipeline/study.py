@@ -281,19 +281,26 @@ def figures(document: Mapping[str, Any]) -> dict[str, float | None]:
         "train_error": _minus(100.0, train),
         "top5_error": _minus(100.0, top5),
         "top5_gap": _minus(dense_top5, top5),
+        "verification": evaluated.get("verification"),
         **bench,
         "seconds": document.get("seconds"),
     }
 
 
 def _bench(document: Mapping[str, Any]) -> dict[str, float | None]:
-    """Median milliseconds and speedup of the first pair that was timed."""
+    """Median milliseconds and speedup of the first pair that was timed, in torch too."""
     pair = next(iter(document.get("speedup", [])), None)
-    rows = document.get("rows", [])
-    mine = [row for row in rows if pair is None or row["model"] == pair["model"]]
+    name = pair["model"] if pair else None
+    mine = [row for row in document.get("rows", []) if name in (None, row["model"])]
+    torch = [row for row in document.get("torch", []) if name in (None, row["model"])]
+    forward = torch[0]["forward_ms"] if torch else None
+    backward = torch[0]["backward_ms"] if torch else None
     return {
         "latency_ms": mine[0]["p50_ms"] if mine else None,
         "speedup": pair["ratio"] if pair else None,
+        "forward_ms": forward,
+        "backward_ms": backward,
+        "total_ms": None if forward is None or backward is None else forward + backward,
     }
 
 
