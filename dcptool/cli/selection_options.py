@@ -138,7 +138,7 @@ selection_options = packed(
     ),
     click.option(
         "--method",
-        type=click.Choice(["dcp", "random", "l1", "apoz", "thinet", "cp"]),
+        type=click.Choice(["dcp", "random", "l1", "apoz", "thinet", "cp", "slimming", "wm", "wm+"]),
         default="dcp",
         show_default=True,
         help="The rule that orders channels.",

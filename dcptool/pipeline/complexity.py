@@ -102,7 +102,7 @@ class Costed:
 
 def kept_of(graph: ChannelGraph, settings: Selection) -> dict[str, int] | None:
     """How many units of each group would stay; None where that is found on data."""
-    if settings.widths != "uniform":
+    if settings.widths != "uniform" or settings.method == "slimming":
         return None
     groups: list[Group] = settings.groups(graph)
     kept = {group.name: settings.kept(group) for group in groups}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dcptool.network.graph import ChannelGraph, Group, build_graph
 from dcptool.network.surgery import cut, plan_cuts
 from dcptool.pipeline.job import Job
 from dcptool.selection import curves
+from dcptool.selection.methods.slimming import global_counts, norm_scales
 from dcptool.selection.settings import Budget, Selection
 from dcptool.selection.widths import (
     CostOf,
@@ -69,6 +71,18 @@ def check_reach(network: Network, settings: Selection, dist: Dist = SINGLE) -> N
         try_=f"--target-{budget.kind} {min(max(0.5, low / high + 0.05), 0.95):.2f}"
         + (", or --prune-residual for a wider range" if not settings.prune_residual else ""),
     )
+
+
+def by_scale(network: Network, settings: Selection) -> Selection:
+    """The widths that one threshold on all norm scales leaves (network slimming)."""
+    graph = build_graph(network.module, network.input.size)
+    scales = {
+        group.name: norm_scales(network.module, graph, group) for group in settings.groups(graph)
+    }
+    found = {name: values for name, values in scales.items() if values is not None}
+    # A group without a norm is named and refused when its turn comes.
+    counts = {name: 1 for name in scales} | global_counts(found, settings.rate or Fraction(0))
+    return replace(settings, rate=None, rates={}, plan=counts)
 
 
 def decide(network: Network, images: list[Tensor], job: Job, folder: Path, dist: Dist) -> Selection:

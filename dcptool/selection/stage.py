@@ -27,6 +27,7 @@ from dcptool.selection.joint import metric, weigh
 from dcptool.selection.limits import MOST_COLUMNS, is_looped
 from dcptool.selection.methods import METHODS
 from dcptool.selection.methods.question import Question, filter_sums
+from dcptool.selection.methods.slimming import norm_scales
 from dcptool.selection.probe import Probe, Tick, nothing
 from dcptool.selection.samples import Samples
 from dcptool.selection.settings import Selection, stop_by_epsilon
@@ -348,6 +349,9 @@ class Stage:
             self.settings.seed,
             self.settings.score,
             self.settings.kept(group),
+            norm_scales(self.current, self.graph, group)
+            if self.settings.method == "slimming"
+            else None,
         )
         ranking = self.dist.broadcast(method.order(question))
         if any(not math.isfinite(loss) for loss in ranking.losses):

@@ -14,7 +14,9 @@ from dcptool.selection.methods.dcp import Dcp
 from dcptool.selection.methods.l1 import L1
 from dcptool.selection.methods.question import Method
 from dcptool.selection.methods.randomly import Randomly
+from dcptool.selection.methods.slimming import Slimming
 from dcptool.selection.methods.thinet import ThiNet
+from dcptool.selection.methods.width import Width
 
 METHODS: Mapping[str, Method] = {
     "dcp": Dcp(),
@@ -23,4 +25,10 @@ METHODS: Mapping[str, Method] = {
     "apoz": Apoz(),
     "thinet": ThiNet(),
     "cp": ChannelPruning(),
+    "slimming": Slimming(),
+    "wm": Width(),
+    "wm+": Width(),
 }
+# Ways of training around one cut: no stages before it.
+AT_ONCE = frozenset(("slimming", "wm", "wm+"))
+FROM_SCRATCH = frozenset(("wm", "wm+"))

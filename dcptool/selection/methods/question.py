@@ -20,6 +20,7 @@ class Question:
     `moments` belong to its readers, one each, with errors weighed as they count; `weights` are
     the readers' present ones (columns x outputs). `filters` holds the absolute weight sum and
     `zeros` the share of zero activations of each unit (None where the activation has no zeros).
+    `scales` are those of the norms behind each unit, where a method asks for them.
     `count` is how many will stay, where that is known: no need to rank further.
     """
 
@@ -31,6 +32,7 @@ class Question:
     seed: int = 0
     score: str = "rise"
     count: int | None = None
+    scales: Tensor | None = None
 
     @property
     def units(self) -> int:
