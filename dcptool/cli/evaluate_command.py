@@ -23,6 +23,13 @@ from dcptool.errors import GateFailed, UsageError
 @click.argument("target", required=False, metavar="[ARTIFACT|MODEL|FILE.onnx]")
 @data_options
 @click.option(
+    "--protocol",
+    type=click.Choice(["classes", "lfw"]),
+    default="classes",
+    show_default=True,
+    help="Accuracy over classes, or ten-fold verification of the pairs in DIR/pairs.txt.",
+)
+@click.option(
     "--split",
     type=click.Choice(["auto", "train", "val", "test"]),
     default="auto",
@@ -43,6 +50,7 @@ from dcptool.errors import GateFailed, UsageError
 def command(
     target: str | None,
     data: dict[str, Any],
+    protocol: str,
     split: str,
     batch_size: int,
     per_class: bool,
@@ -81,6 +89,9 @@ def command(
 
     target = target or str(rundir.latest(runs_dir))
     where = choose_device(device, launch.local_rank())
+    if protocol == "lfw":
+        _verify(target, data["data_dir"], model, where, batch_size, as_json=as_json)
+        return None
     with launch.together(where) as dist:
         spec = images.spec_of(
             data, seed=model["seed"], img_size=model["img_size"], offline=model["offline"]
@@ -152,6 +163,49 @@ def command(
         )
     emit("evaluate", document, _text(document), as_json=as_json, failure=failure)
     return None
+
+
+def _verify(
+    target: str,
+    folder: Path | None,
+    model: dict[str, Any],
+    device: str,
+    batch_size: int,
+    *,
+    as_json: bool,
+) -> None:
+    """Ten-fold verification of faces."""
+    from dcptool.network import artifact
+    from dcptool.training.verification import LAYOUT, verify
+
+    if folder is None:
+        raise UsageError("--protocol lfw needs --data-dir", try_=LAYOUT)
+    if target.endswith(".onnx"):
+        raise UsageError(
+            "--protocol lfw needs an artifact or a model",
+            why="what the classifier reads cannot be had from an ONNX file",
+            try_="dcptool evaluate ARTIFACT --protocol lfw --data-dir DIR",
+        )
+    network = artifact.open_target(target, **model)
+    found = verify(network, folder, device=device, batch_size=batch_size)
+    document: dict[str, object] = {
+        "target": target,
+        "protocol": "lfw",
+        "data": folder.name,
+        "input_size": list(network.input.size),
+        "verification": round(found.accuracy, 4),
+        "std": round(found.std, 4),
+        "folds": [round(value, 4) for value in found.folds],
+        "thresholds": list(found.thresholds),
+        "pairs": found.pairs,
+        "images": found.images,
+        "gates": [],
+    }
+    text = (
+        f"verification {found.accuracy:.2f} % (standard deviation {found.std:.2f} over "
+        f"{len(found.folds)} folds)   {found.pairs:,} pairs of {found.images:,} faces"
+    )
+    emit("evaluate", document, text, as_json=as_json)
 
 
 def _text(document: dict[str, Any]) -> str:

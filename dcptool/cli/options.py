@@ -229,6 +229,20 @@ _UPDATES = (
     click.option("--mixup", type=click.FloatRange(0), default=0.0, help="Mixup alpha."),
     click.option("--cutmix", type=click.FloatRange(0), default=0.0, help="CutMix alpha."),
     click.option(
+        "--loss",
+        type=click.Choice(["cross-entropy", "angular"]),
+        default="cross-entropy",
+        show_default=True,
+        help="What the classifier is trained by; angular is SphereFace's, with margin 4.",
+    ),
+    click.option(
+        "--head-loss",
+        type=click.Choice(["cross-entropy", "angular"]),
+        default="cross-entropy",
+        show_default=True,
+        help="What the heads of extra losses are trained by.",
+    ),
+    click.option(
         "--norms",
         type=click.Choice(["train", "eval"]),
         default="train",
@@ -261,6 +275,19 @@ training_options = packed(
         "--decay-milestones",
         metavar="E,E,...",
         help="Epochs at which --sched step lowers the rate.",
+    ),
+    click.option(
+        "--sparsity",
+        type=click.FloatRange(0),
+        default=0.0,
+        help="L1 pull on the scales of batch norms, for `prune --method slimming`.",
+    ),
+    click.option(
+        "--losses",
+        "extra_losses",
+        type=click.IntRange(0, 16),
+        default=0,
+        help="Extra losses, evenly over the depth, while training (wm+).",
     ),
     click.option("--model-ema-decay", type=click.FloatRange(0, 1), help="Average the weights."),
     click.option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shlex
 import signal
 from collections.abc import Sequence
@@ -32,17 +33,23 @@ def dry_run(recipe: Recipe, runs: Path, *, as_json: bool) -> None:
 
     checked = check(recipe)
     speeds: dict[str, estimate.Speed] = {}
+    known: dict[str, dict[str, Any]] = {}
     documents, seen = [], set()
     for point, params in checked:
-        document = estimate.estimate(study.recipe_at(recipe, point), params, speeds)
+        one = study.recipe_at(recipe, point)
+        # What costs no other time and room need not be worked out again.
+        alike = repr([one.get("model", "name"), one.get("prune", "rate"), _lengths(params)])
+        if alike not in known:
+            known[alike] = estimate.estimate(one, params, speeds)
+        document = copy.deepcopy(known[alike])
         for row in document["steps"]:
             # Points differ from each other in and after what they vary, mostly the pruning.
             shared = row["name"] in ("analyze", "baseline")
             again = shared and repr(sorted(params[row["name"]].items(), key=str)) in seen
             row["seconds"] = 0.0 if again else row["seconds"]
             seen.add(repr(sorted(params[row["name"]].items(), key=str)))
-        known = [row["seconds"] for row in document["steps"]]
-        whole = None if None in known else round(sum(known), 1)
+        costs = [row["seconds"] for row in document["steps"]]
+        whole = None if None in costs else round(sum(costs), 1)
         documents.append({"name": point.name, **document, "seconds": whole})
     total = [one["seconds"] for one in documents]
     summary = {
@@ -71,6 +78,12 @@ def dry_run(recipe: Recipe, runs: Path, *, as_json: bool) -> None:
         f"{runs / recipe.name}, about {clock}",
     ]
     app.emit("run", summary, "\n".join(lines), as_json=as_json)
+
+
+def _lengths(params: dict[str, dict[str, Any]]) -> list[Any]:
+    """What the cost of a point depends on."""
+    keys = ("epochs", "steps", "batch_size", "samples", "losses", "stage_epochs", "stage_steps")
+    return [(name, [step.get(key) for key in keys]) for name, step in params.items()]
 
 
 def run(

@@ -66,8 +66,9 @@ def _flag(value: Any) -> None:
 
 
 def _scalar(value: Any) -> None:
-    if not isinstance(value, str | int | float | Decimal):
-        raise ValueError(f"numbers or texts are wanted, not {value}")  # noqa: TRY004
+    texts = isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
+    if not texts and not isinstance(value, str | int | float | Decimal):
+        raise ValueError(f"numbers or texts are wanted, not {value}")
 
 
 def _dotted(value: Any) -> None:

@@ -19,17 +19,21 @@ from torch import nn
 from dcptool import console, files
 from dcptool.errors import GateFailed, UsageError
 from dcptool.network import artifact, cost
+from dcptool.network.graph import build_graph
 from dcptool.network.models import Network
+from dcptool.selection.heads import WithHeads, new_head, width_at, with_head_losses
 from dcptool.training import checkpoint, signals
+from dcptool.training.angular import AngularSoftmax
 from dcptool.training.checkpoint import Checkpoints, digest_of
 from dcptool.training.data import Data
 from dcptool.training.dist import SINGLE, Dist
 from dcptool.training.evaluate import Accuracy, evaluate, predictor
-from dcptool.training.loader import ImageSet, loader
+from dcptool.training.loader import Batches, ImageSet, loader
 from dcptool.training.loop import Fitted, Run, fit
-from dcptool.training.losses import Loss, cross_entropy, distill
+from dcptool.training.losses import Loss, cross_entropy, distill, with_sparsity
 from dcptool.training.metrics import Metrics, open_trackers
 from dcptool.training.norms import reestimate_norms
+from dcptool.training.schedule import Schedule
 from dcptool.training.settings import Training
 
 EVALUATION_BATCH = 256
@@ -134,7 +138,7 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         title="fine-tune",
         resume_command=job.resume_command,
     )
-    fitted = fit(module, batches, [_loss(data, job)], schedule, run, dist)
+    fitted = _fit(module, batches, data, job, schedule, run, dist)
     after = report("accuracy after")
     module.cpu()
     gates = _gates(job, after, data)
@@ -142,6 +146,33 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         _publish(network, data, job, folder, before, after, fitted)
     dist.barrier()
     return Finetuned(folder, before, after, fitted, time.monotonic() - started, gates)
+
+
+def _fit(
+    module: nn.Module,
+    batches: Batches,
+    data: Data,
+    job: Job,
+    schedule: Schedule,
+    run: Run,
+    dist: Dist,
+) -> Fitted:
+    """Train by the losses that are asked for: the network's own, and those of extra heads."""
+    training = job.training
+    loss = _loss(data, job)
+    if training.sparsity:
+        loss = with_sparsity(loss, training.sparsity)
+    if not training.extra_losses:
+        return fit(module, batches, [loss], schedule, run, dist)
+    structure = build_graph(module, data.input.size).structure
+    module.cpu()
+    heads = {
+        pivot: new_head(width_at(module, pivot, data.input.size), len(data.classes), number)
+        for number, pivot in enumerate(structure.pivots(training.extra_losses))
+    }
+    with WithHeads(module, heads).attached() as both:
+        summed = with_head_losses(loss, training.head_loss)
+        return fit(both.to(job.device), batches, [summed], schedule, run, dist)
 
 
 def _accuracy(
@@ -176,7 +207,7 @@ def _loss(data: Data, job: Job) -> Loss:
             "images without labels need a teacher",
             try_="--teacher with the dense network, or --data-dir with class folders",
         )
-    return cross_entropy(smoothing)
+    return AngularSoftmax() if job.training.loss == "angular" else cross_entropy(smoothing)
 
 
 def _fingerprint(network: Network, data: Data, job: Job, dist: Dist) -> dict[str, str]:

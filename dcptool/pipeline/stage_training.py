@@ -8,18 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcptool.network.base import Network
 from dcptool.selection.greedy import LossAt
-from dcptool.selection.heads import Head, WithHead, head_loss, new_head
+from dcptool.selection.heads import (
+    AngularHeadLoss,
+    Head,
+    WithHead,
+    head_loss,
+    new_head,
+    summed,
+    width_at,
+)
+from dcptool.training.angular import AngularSoftmax
 from dcptool.training.checkpoint import Checkpoints
 from dcptool.training.data import Data
 from dcptool.training.dist import SINGLE, Dist
 from dcptool.training.loader import loader
 from dcptool.training.loop import Run, fit
-from dcptool.training.losses import cross_entropy
+from dcptool.training.losses import Loss, cross_entropy
 from dcptool.training.schedule import Schedule
 from dcptool.training.settings import Training
 
@@ -43,14 +51,6 @@ class StagePlan:
     folder: Path
     fingerprint: Mapping[str, str]
     resume_command: str
-
-
-def _summed_loss(wanted: Tensor, head: Head | None = None) -> LossAt:
-    def loss(value: Tensor) -> Tensor:
-        scores = value if head is None else head(value)
-        return F.cross_entropy(scores, wanted, reduction="sum")
-
-    return loss
 
 
 def stage_steps(steps: int | None, epochs: float | None, epoch: int) -> int:
@@ -92,7 +92,8 @@ class StageTrainer:
             self._fit(module, pivot, number)
         if self.head is not None:
             self.head.to(self.plan.device)
-        return [_summed_loss(wanted.to(self.plan.device), self.head) for wanted in self.labels]
+        kind = self.plan.options.head_loss
+        return [summed(self.head, wanted.to(self.plan.device), kind) for wanted in self.labels]
 
     def _fit(self, module: nn.Module, pivot: str | None, number: int) -> None:
         began = time.monotonic()
@@ -126,28 +127,18 @@ class StageTrainer:
         steps = stage_steps(plan.steps, plan.epochs, len(batches))
         schedule = Schedule(steps, plan.lr, options.sched, decay=options.decay_rate)
         smoothing = 0.0 if options.mixup or options.cutmix else options.smoothing
-        own = cross_entropy(smoothing)
+        own = AngularSoftmax() if options.loss == "angular" else cross_entropy(smoothing)
+        angular = options.head_loss == "angular"
         self.head = None
         if pivot is None:
             fit(module, batches, [own], schedule, run, self.dist)
         else:
-            head = new_head(self._width(module, pivot), classes, number)
+            width = width_at(module.cpu(), pivot, self.data.input.size)
+            head = new_head(width, classes, number)
+            aware: Loss = AngularHeadLoss() if angular else head_loss
             with WithHead(module, pivot, head).attached() as both:
-                fit(both, batches, [head_loss, own], schedule, run, self.dist)
+                fit(both, batches, [aware, own], schedule, run, self.dist)
             self.head = head.cpu().eval()
             self.head.requires_grad_(False)
         module.cpu().eval()
         self.seconds += time.monotonic() - began
-
-    def _width(self, module: nn.Module, pivot: str) -> int:
-        """Channels at the pivot."""
-        found: list[int] = []
-        hook = module.get_submodule(pivot).register_forward_hook(
-            lambda _m, _i, output: found.append(output.shape[1])
-        )
-        try:
-            with torch.no_grad():
-                module.cpu().eval()(torch.zeros(1, *self.data.input.size))
-        finally:
-            hook.remove()
-        return found[0]

@@ -151,6 +151,8 @@ def shown(value: object) -> str:
     """A value as it is called in names and tables."""
     if isinstance(value, float | Decimal) and math.isinf(value):
         return "inf"
+    if isinstance(value, list):
+        return ", ".join(shown(one) for one in value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

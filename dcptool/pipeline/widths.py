@@ -81,7 +81,7 @@ def by_scale(network: Network, settings: Selection) -> Selection:
     }
     found = {name: values for name, values in scales.items() if values is not None}
     # A group without a norm is named and refused when its turn comes.
-    counts = {name: 1 for name in scales} | global_counts(found, settings.rate or Fraction(0))
+    counts = dict.fromkeys(scales, 1) | global_counts(found, settings.rate or Fraction(0))
     return replace(settings, rate=None, rates={}, plan=counts)
 
 

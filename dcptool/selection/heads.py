@@ -6,14 +6,15 @@ head's loss is wanted, the forward stops at the pivot.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcptool.training.losses import Outcome
+from dcptool.training.angular import ANNEALING, Annealing, angular_logits, check_targets, settle
+from dcptool.training.losses import Loss, Outcome, tell_step
 
 
 class Head(nn.Module):
@@ -26,10 +27,13 @@ class Head(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Scores (images x classes)."""
-        flat = features.flatten(2) if features.dim() > 2 else features.unsqueeze(-1)
-        pooled = F.relu(self.norm(flat)).mean(-1)
-        scores: Tensor = self.linear(pooled)
+        scores: Tensor = self.linear(self.pooled(features))
         return scores
+
+    def pooled(self, features: Tensor) -> Tensor:
+        """What the linear layer reads (images x channels)."""
+        flat = features.flatten(2) if features.dim() > 2 else features.unsqueeze(-1)
+        return F.relu(self.norm(flat)).mean(-1)
 
 
 class _Reached(Exception):
@@ -54,6 +58,11 @@ class WithHead(nn.Module):
 
     def head_scores(self, images: Tensor) -> Tensor:
         """The head's scores; the network runs no further than the pivot."""
+        scores: Tensor = self.head(self.seen(images))
+        return scores
+
+    def seen(self, images: Tensor) -> Tensor:
+        """The value at the pivot; the network runs no further."""
         self._stop = True
         try:
             self.network(images)
@@ -63,8 +72,7 @@ class WithHead(nn.Module):
             self._stop = False
         assert self._seen is not None
         seen, self._seen = self._seen, None
-        scores: Tensor = self.head(seen)
-        return scores
+        return seen
 
     @contextmanager
     def attached(self) -> Iterator[WithHead]:
@@ -87,6 +95,121 @@ def head_loss(model: nn.Module, images: Tensor, targets: Tensor) -> Outcome:
     assert isinstance(model, WithHead)
     scores = model.head_scores(images)
     return Outcome(F.cross_entropy(scores, targets), scores)
+
+
+class AngularHeadLoss:
+    """Angular softmax of the head, for `fit`, which tells it the step."""
+
+    def __init__(self, annealing: Annealing = ANNEALING) -> None:
+        self.annealing, self.step = annealing, 0
+
+    def at_step(self, step: int) -> None:
+        """Where the training stands."""
+        self.step = step
+
+    def __call__(self, model: nn.Module, images: Tensor, targets: Tensor) -> Outcome:
+        """Loss and plain scores of a batch."""
+        assert isinstance(model, WithHead)
+        check_targets(targets)
+        settle(model.head.linear)
+        pooled = model.head.pooled(model.seen(images))
+        blend = self.annealing.at(self.step)
+        logits = angular_logits(pooled, model.head.linear.weight, targets, blend)
+        return Outcome(F.cross_entropy(logits, targets), model.head.linear(pooled))
+
+
+def summed(
+    head: Head | None, wanted: Tensor, kind: str = "cross-entropy"
+) -> Callable[[Tensor], Tensor]:
+    """The summed loss from the value at the pivot, or from the network's own scores.
+
+    An angular head has its full margin; of plain scores the length of the features cannot be told,
+    so that there the margin is left out.
+    """
+
+    def loss(value: Tensor) -> Tensor:
+        if head is None or kind != "angular":
+            scores = value if head is None else head(value)
+            return F.cross_entropy(scores, wanted, reduction="sum")
+        logits = angular_logits(head.pooled(value), head.linear.weight, wanted, ANNEALING.least)
+        return F.cross_entropy(logits, wanted, reduction="sum")
+
+    return loss
+
+
+class WithHeads(nn.Module):
+    """A network and heads on several of its modules, all trained at once."""
+
+    def __init__(self, network: nn.Module, heads: Mapping[str, Head]) -> None:
+        super().__init__()
+        self.network = network
+        self.heads = nn.ModuleList(heads.values())
+        self.pivots = tuple(heads)
+        self.values: list[Tensor] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The network's own scores."""
+        self.values.clear()
+        scores: Tensor = self.network(images)
+        return scores
+
+    @contextmanager
+    def attached(self) -> Iterator[WithHeads]:
+        """Hook the pivots while the block runs."""
+
+        def see(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+            self.values.append(output)
+
+        hooks = [
+            self.network.get_submodule(pivot).register_forward_hook(see) for pivot in self.pivots
+        ]
+        try:
+            yield self
+        finally:
+            self.values.clear()
+            for hook in hooks:
+                hook.remove()
+
+
+def with_head_losses(own: Loss, kind: str = "cross-entropy") -> Loss:
+    """A network's own loss and those of all its heads, summed, for `fit` on `WithHeads`."""
+    now = {"step": 0}
+
+    def loss(model: nn.Module, images: Tensor, targets: Tensor) -> Outcome:
+        assert isinstance(model, WithHeads)
+        outcome = own(model, images, targets)
+        total = outcome.loss
+        for head, value in zip(model.heads, list(model.values), strict=True):
+            assert isinstance(head, Head)
+            if kind == "angular":
+                settle(head.linear)
+                blend = ANNEALING.at(now["step"])
+                logits = angular_logits(head.pooled(value), head.linear.weight, targets, blend)
+            else:
+                logits = head(value)
+            total = total + F.cross_entropy(logits, targets)
+        return Outcome(total, outcome.scores)
+
+    def at_step(step: int) -> None:
+        now["step"] = step
+        tell_step(own, step)
+
+    loss.at_step = at_step  # type: ignore[attr-defined]
+    return loss
+
+
+def width_at(module: nn.Module, pivot: str, size: Sequence[int]) -> int:
+    """Channels of what a module returns."""
+    found: list[int] = []
+    hook = module.get_submodule(pivot).register_forward_hook(
+        lambda _m, _i, output: found.append(output.shape[1])
+    )
+    try:
+        with torch.no_grad():
+            module.eval()(torch.zeros(1, *size))
+    finally:
+        hook.remove()
+    return found[0]
 
 
 def new_head(channels: int, classes: int, seed: int) -> Head:

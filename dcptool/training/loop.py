@@ -24,7 +24,7 @@ from dcptool.training.dist import SINGLE, Dist
 from dcptool.training.evaluate import Stopped
 from dcptool.training.layout import apply_layout, choose_layout
 from dcptool.training.loader import Batches
-from dcptool.training.losses import Loss
+from dcptool.training.losses import Loss, tell_step
 from dcptool.training.meter import Meter
 from dcptool.training.randomness import kept_random_state, seed_all
 from dcptool.training.run import Fitted, Run, Validate, Vary
@@ -168,6 +168,7 @@ class _Fit:
             images, targets = run.vary(images, labels)
         stop, total = 0.0, None
         for loss_of in self.losses:
+            tell_step(loss_of, state.step)
             self.optimizer.zero_grad(set_to_none=True)
             with torch.autocast(
                 images.device.type, dtype=run.amp or torch.bfloat16, enabled=run.amp is not None

@@ -26,6 +26,31 @@ class Outcome(NamedTuple):
 Loss = Callable[[nn.Module, Tensor, Tensor], Outcome]
 
 
+def tell_step(loss: Loss, step: int) -> None:
+    """Tell a loss that changes with time where the training stands."""
+    at_step = getattr(loss, "at_step", None)
+    if at_step is not None:
+        at_step(step)
+
+
+def with_sparsity(loss: Loss, strength: float) -> Loss:
+    """A loss and an L1 pull on the scales of batch norms, as network slimming trains."""
+
+    def sparse(model: nn.Module, images: Tensor, targets: Tensor) -> Outcome:
+        outcome = loss(model, images, targets)
+        scales = [
+            module.weight.abs().sum()
+            for module in model.modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.weight is not None
+        ]
+        if not scales:
+            raise UsageError("--sparsity needs batch norms, and there are none")
+        return Outcome(outcome.loss + strength * torch.stack(scales).sum(), outcome.scores)
+
+    sparse.at_step = lambda step: tell_step(loss, step)  # type: ignore[attr-defined]
+    return sparse
+
+
 def cross_entropy(smoothing: float = 0.0) -> Loss:
     """Against class numbers, or against the soft targets of mixup."""
 

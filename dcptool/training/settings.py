@@ -51,6 +51,10 @@ class Training:
     log_interval: int = 10
     save_every: float = 60.0
     report_to: str = ""
+    loss: str = "cross-entropy"
+    head_loss: str = "cross-entropy"
+    sparsity: float = 0.0
+    extra_losses: int = 0
 
     def check(self) -> None:
         """Refuse combinations that make no sense, all at once."""
@@ -59,6 +63,9 @@ class Training:
             faults.append("--epochs and --steps say the same thing twice")
         if (self.mixup or self.cutmix) and self.images_per_step % 2:
             faults.append("--mixup and --cutmix need an even --batch-size")
+        mixes = self.mixup or self.cutmix or self.smoothing
+        if mixes and "angular" in (self.loss, self.head_loss):
+            faults.append("an angular loss needs one label: no --mixup, --cutmix, --smoothing")
         if self.decay_milestones and self.sched != "step":
             faults.append("--decay-milestones belongs to --sched step")
         if faults:

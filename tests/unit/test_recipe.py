@@ -10,6 +10,7 @@ import pytest
 from dcptool.cli import app, run_command, sections
 from dcptool.errors import InputError, UsageError
 from dcptool.pipeline import recipe, run
+from dcptool.selection.methods import METHODS
 
 SCHEMA = sections.schema()
 GOOD = '[model]\nname = "zoo:resnet20"\n[prune]\nrate = 0.3\n'
@@ -79,7 +80,7 @@ def test_all_faults_at_once_with_lines_and_suggestions():
         "line 1: there is no section [modle]; did you mean model?",
         "line 4: there is no key prune.rat; did you mean rate?",
         "line 5: prune.positions: a whole number is wanted, not 'many'",
-        "line 6: prune.method: 'best' is not one of 'dcp', 'random', 'l1', 'apoz', 'thinet', 'cp'",
+        "line 6: prune.method: 'best' is not one of " + ", ".join(f"{name!r}" for name in METHODS),
         "line 8: finetune.lr: 0.0 is not in the range x>0",
         "line 9: finetune.output: `dcptool run` chooses the folder",
         "line 11: bench.batch_size: a whole number is wanted, not true",

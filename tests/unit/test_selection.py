@@ -223,7 +223,9 @@ def test_cp_follows_the_lasso_path() -> None:
     assert METHODS["dcp"].order(question).order == (1, 3, 2, 0)
 
 
-@pytest.mark.parametrize("method", ["dcp", "random", "l1", "apoz", "thinet", "cp"])
+@pytest.mark.parametrize(
+    "method", ["dcp", "random", "l1", "apoz", "thinet", "cp", "slimming", "wm"]
+)
 def test_every_method_keeps_exactly_kappa_and_proves_it(method: str) -> None:
     network = _network()
     before = {k: v.clone() for k, v in network.module.state_dict().items()}
@@ -239,7 +241,9 @@ def test_every_method_keeps_exactly_kappa_and_proves_it(method: str) -> None:
     assert all(torch.equal(before[k], after[k]) for k in before)
 
 
-@pytest.mark.parametrize("method", ["dcp", "random", "l1", "apoz", "thinet", "cp"])
+@pytest.mark.parametrize(
+    "method", ["dcp", "random", "l1", "apoz", "thinet", "cp", "slimming", "wm"]
+)
 @pytest.mark.parametrize("solver", ["gram", "sgd"])
 def test_rate_zero_is_a_copy(method: str, solver: str) -> None:
     network = _network()
