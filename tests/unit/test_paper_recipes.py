@@ -19,7 +19,6 @@ NAMES = sorted(name for name in recipe.shipped() if name.startswith("paper-"))
 # Params and MACs by point, as an independent count has them (the paper's tables, to its digits).
 EXACT = {
     "paper-cifar10-resnet56": {"dense": (855_770, 125_747_840), "DCP": (430_826, 63_226_496)},
-    "paper-study-lambda": {"1.0": (607_946, 91_255_424)},
     "paper-cifar10-mobilenet-v1": {
         "dense": (3_217_226, 213_084_160),
         "DCP": (2_249_139, 121_716_672),
@@ -41,6 +40,7 @@ EXACT = {
 }
 # The same to the three digits of METHOD's table, where it gives no more.
 ROUNDED = {
+    "paper-study-lambda": {"dense": (855_770, 1.257e8), "1.0": (607_946, 9.126e7)},
     "paper-imagenet-resnet18-rates": {
         "dense": (11_689_512, 1.814e9),
         "0.3": (8_410_928, 1.316e9),
