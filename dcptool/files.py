@@ -38,13 +38,17 @@ def publish(path: Path, data: bytes) -> None:
     def write(temp: Path) -> None:
         handle = os.open(temp, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW)
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(handle, view) :]
+            _write_all(handle, data)
         finally:
             os.close(handle)
 
     publish_with(path, write, need=len(data))
+
+
+def _write_all(handle: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(handle, view) :]
 
 
 def publish_with(path: Path, write: Callable[[Path], None], *, need: int | None = None) -> None:
@@ -105,6 +109,26 @@ def _settle(path: Path) -> None:
 def publish_json(path: Path, document: object) -> None:
     """Publish a JSON document with stable key order and a final newline."""
     publish(path, (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
+
+
+def append(path: Path, text: str) -> None:
+    """Add whole lines to a record, which a crash may leave without the last of them."""
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        try:
+            _write_all(handle, text.encode())
+        finally:
+            os.close(handle)
+    except OSError as err:
+        raise storage_fault(err, path) from err
+
+
+def remove(path: Path) -> None:
+    """Remove a file of ours, if it is there."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as err:
+        raise storage_fault(err, path) from err
 
 
 def point_link(link: Path, target: str) -> None:

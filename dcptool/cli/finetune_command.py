@@ -83,7 +83,7 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int | None:
     resume: Path | None = options["resume"]
     if resume is not None:
         options = recorded.read(ctx, options, resume, OPTIONS_FILE, PATHS)
-        if (resume / RESULT_FILE).exists():
+        if recorded.is_finished(resume, OPTIONS_FILE, RESULT_FILE):
             from dcptool import files
 
             console.note(f"{resume} is finished already")
@@ -142,7 +142,9 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
             stack.enter_context(files.lock_folder(folder))
             if resume is None:
                 named = {"target": _lasting(target), "teacher": _lasting(options["teacher"])}
-                files.publish_json(folder / OPTIONS_FILE, recorded.plain({**options, **named}))
+                plain = recorded.plain({**options, **named})
+                old = recorded.replaced(folder, RESULT_FILE)
+                files.publish_json(folder / OPTIONS_FILE, {**plain, **old})
         console.note(f"fine-tuning {network.base} in {folder}")
         fresh = options["reset_head"] or network.weights.startswith("random")
         taught = None

@@ -126,7 +126,7 @@ PATHS = frozenset(("data_dir", "images", "checkpoint", "plan", "reuse", "output"
 def _refuse_finished(run: Path) -> None:
     from dcptool.network import artifact
 
-    if (run / artifact.MANIFEST).exists():
+    if recorded.is_finished(run, OPTIONS_FILE, artifact.MANIFEST):
         raise UsageError(
             f"{run} is finished already",
             why="there is nothing to go on with",
@@ -180,7 +180,8 @@ def _work(
             if resume is None:
                 lasting = Path(model) if artifact.is_artifact(model) else model
                 plain = recorded.plain({**options, "model": lasting})
-                files.publish_json(folder / OPTIONS_FILE, plain)
+                old = recorded.replaced(folder, artifact.MANIFEST)
+                files.publish_json(folder / OPTIONS_FILE, {**plain, **old})
         job = Job(
             settings,
             training=not options["no_training"],

@@ -52,6 +52,29 @@ def read(
     return result
 
 
+def replaced(run: Path, *names: str) -> dict[str, Any]:
+    """What a run that starts with --force is about to replace, so that it is not taken for new."""
+    from dcptool import files
+
+    found = {
+        name: files.sha256(files.read_bytes(run / name, what="an older result"))
+        for name in names
+        if (run / name).is_file()
+    }
+    return {"replaces": found} if found else {}
+
+
+def is_finished(run: Path, options_name: str, name: str) -> bool:
+    """Whether a run has left its result `name`, and not only an older run that it replaces."""
+    from dcptool import files
+
+    if not (run / name).is_file():
+        return False
+    old = files.read_json(run / options_name, what="the options of the run").get("replaces")
+    found = files.sha256(files.read_bytes(run / name, what="the result"))
+    return not (isinstance(old, dict) and old.get(name) == found)
+
+
 def _typed(old: Any, key: str, paths: frozenset[str]) -> Any:
     if old is None:
         return None

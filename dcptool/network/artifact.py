@@ -27,6 +27,8 @@ from dcptool.network.trace import meta_copy
 
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
+# Stands beside an older manifest while its weights are replaced.
+NEXT_MANIFEST = ".manifest.next.json"
 FORMAT = 1
 CUSTOM = "custom"
 
@@ -70,8 +72,12 @@ def save(
             **{name: version(name) for name in ("torch", "torchvision", "timm")},
         },
     }
+    if (folder / MANIFEST).exists():
+        # Two files cannot be replaced at one instant; with this, either weights have a manifest.
+        files.publish_json(folder / NEXT_MANIFEST, document)
     files.publish(folder / WEIGHTS, data)
     files.publish_json(folder / MANIFEST, document)
+    files.remove(folder / NEXT_MANIFEST)
     return folder / MANIFEST
 
 
@@ -156,7 +162,12 @@ def read(path: Path) -> Manifest:
             why=f"there is no {MANIFEST} in it",
             try_="dcptool prune resnet50 --rate 0.3",
         )
-    return read_manifest(path / MANIFEST, newest=FORMAT)
+    manifest = read_manifest(path / MANIFEST, newest=FORMAT)
+    if not (path / NEXT_MANIFEST).is_file():
+        return manifest
+    following = read_manifest(path / NEXT_MANIFEST, newest=FORMAT)
+    found = files.sha256(files.read_bytes(path / WEIGHTS, what="weights"))
+    return following if found == following.weights_sha256 else manifest
 
 
 def is_artifact(target: str) -> bool:

@@ -105,5 +105,5 @@ def fit_baseline(
     state = {k: v.contiguous() for k, v in network.module.state_dict().items()}
     files.publish(path, safetensors_bytes(state))
     for leftover in (folder / f"{path.stem}.state").glob("state-*.safetensors"):
-        leftover.unlink(missing_ok=True)
+        files.remove(leftover)
     return replace(fitted, weights=f"fitted on {data.source}")

@@ -279,9 +279,6 @@ def clear_checkpoints(folder: Path) -> None:
     """Remove the states of a run that is through; only files of ours."""
     place = folder / CHECKPOINTS
     for _, _, path in checkpoint.generations(place):
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as err:
-            raise files.storage_fault(err, path) from err
+        files.remove(path)
     with suppress(OSError):
         place.rmdir()

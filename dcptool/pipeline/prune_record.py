@@ -23,7 +23,7 @@ CHECKPOINTS = "checkpoints"
 
 def begin(folder: Path, choices: Sequence[Choice]) -> None:
     """Start the record with what is decided already."""
-    (folder / STEPS_FILE).unlink(missing_ok=True)
+    files.remove(folder / STEPS_FILE)
     for choice in choices:
         record(folder, choice)
 
@@ -41,8 +41,7 @@ def record(folder: Path, choice: Choice) -> None:
         "dead": choice.dead,
         "stopped": choice.why_stopped,
     }
-    with (folder / STEPS_FILE).open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(line) + "\n")
+    files.append(folder / STEPS_FILE, json.dumps(line) + "\n")
 
 
 def read_orders(run: Path) -> dict[str, Recorded]:
@@ -118,7 +117,7 @@ def clear_checkpoints(folder: Path) -> None:
     """Remove the states of a run that is through."""
     place = folder / CHECKPOINTS
     for path in [*place.glob("state-*.safetensors"), *place.glob("stage-*/state-*.safetensors")]:
-        path.unlink(missing_ok=True)
+        files.remove(path)
     for old in [*place.glob("stage-*"), place]:
         with suppress(OSError):
             old.rmdir()

@@ -53,6 +53,7 @@ def write(folder: Path, *, pictures: Path | None = None) -> dict[str, Any]:
     text = render("template.html", record=record, found=found, missing=missing)
     path = folder / PAGE
     data = text.encode()
+    files.sweep(folder)
     files.publish(path, data)
     document: dict[str, Any] = {
         "file": str(path),

@@ -118,7 +118,7 @@ def keep_result(folder: Path, command: str, document: Mapping[str, Any], typed: 
     if command in ("prune", "finetune"):
         # What was measured and drawn of an earlier result in this folder is true no more.
         for old in (BENCH_FILE, FEATURES_FILE):
-            (folder / old).unlink(missing_ok=True)
+            files.remove(folder / old)
     files.publish_json(folder / name, {"command": command, **document, "typed": typed})
 
 

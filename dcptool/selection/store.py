@@ -5,6 +5,7 @@ What is on disk is read chunk by chunk and not mapped, so that it does not count
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from dcptool.errors import EnvironmentFault
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,14 @@ class Room:
             self._scratch = tempfile.TemporaryDirectory(prefix=".features-", dir=self.folder)
         self._count += 1
         path = Path(self._scratch.name) / f"{self._count}.bin"
-        tensor.numpy().tofile(path)
+        try:
+            tensor.numpy().tofile(path)
+        except OSError as err:
+            raise EnvironmentFault(
+                f"cannot keep features in {path.parent}",
+                why=os.strerror(err.errno) if err.errno else f"the disk is full: {err}",
+                try_="the same command with TMPDIR=DIR on a disk with room, or a larger --cache-gb",
+            ) from err
         return Spilled(path, tuple(tensor.shape), tensor.dtype)
 
     def release(self, kept: Kept) -> None:

@@ -52,10 +52,7 @@ class Checkpoints:
         path = self.folder / f"state-{self._counter:08d}-{digest}.safetensors"
         files.publish(path, data)
         for _, _, old in found[GENERATIONS - 1 :]:
-            try:
-                old.unlink(missing_ok=True)
-            except OSError as err:
-                raise files.storage_fault(err, old) from err
+            files.remove(old)
         self._saved_at = time.monotonic()
         return path
 

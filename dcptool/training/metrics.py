@@ -10,7 +10,6 @@ import csv
 import importlib.util
 import io
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,9 +44,9 @@ class Metrics:
 
     def write(self, row: Row) -> None:
         """Add one row."""
-        self._append("metrics.jsonl", json.dumps(_rounded(row), allow_nan=False) + "\n")
+        files.append(self.folder / "metrics.jsonl", json.dumps(_rounded(row), allow_nan=False) + "\n")
         head = "" if (self.folder / "metrics.csv").exists() else ",".join(COLUMNS) + "\n"
-        self._append("metrics.csv", head + _csv_line(row))
+        files.append(self.folder / "metrics.csv", head + _csv_line(row))
         for tracker in self.trackers:
             tracker(row)
 
@@ -75,17 +74,6 @@ class Metrics:
         files.publish(self.folder / "metrics.jsonl", text.encode())
         table = ",".join(COLUMNS) + "\n" + "".join(_csv_line(row) for row in kept)
         files.publish(self.folder / "metrics.csv", table.encode())
-
-    def _append(self, name: str, text: str) -> None:
-        path = self.folder / name
-        try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-            try:
-                os.write(handle, text.encode())
-            finally:
-                os.close(handle)
-        except OSError as err:
-            raise files.storage_fault(err, path) from err
 
 
 def _rounded(row: Row) -> dict[str, float | None]:
