@@ -139,6 +139,7 @@ def point_link(link: Path, target: str) -> None:
             why="something else has its name, and nothing is overwritten without being asked",
             try_=f"mv {link} {link}.old",
         )
+    sweep(link.parent)
     temp = _temp_beside(link)
     try:
         try:
@@ -358,6 +359,20 @@ def require_new(path: Path, *, force: bool) -> None:
             f"{path} exists already",
             why="nothing is overwritten without being asked",
             try_=f"choose another place with -o, or add --force to replace {path}",
+        )
+
+
+def require_space(folder: Path, need: int) -> None:
+    """Refuse to begin what the disk of `folder` has no room for; `need` is about what it takes."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return  # whoever writes there will say what is wrong
+    if free < need:
+        raise EnvironmentFault(
+            f"not enough room in {folder}",
+            why=f"{free:,} bytes are free, about {need:,} are needed",
+            try_="free some space, or choose another disk with -o",
         )
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dcptool.training.dist import Dist
 
 STATUS_FOLDER = "DCPTOOL_STATUS_DIR"
+PR_SET_PDEATHSIG = 1
 
 
 def is_launched() -> bool:
@@ -53,14 +54,19 @@ def together(device: str) -> Iterator[Dist]:
     from dcptool.training import dist as processes
 
     rank = int(os.environ.get("RANK", "0"))
+    if is_launched():
+        _end_with_parent()
     if is_launched() and rank:
         console.configure(quiet=True)
     try:
         yield processes.start(device)
-    except Exception as err:
+    except (Exception, KeyboardInterrupt) as err:
         if not is_launched():
             raise
-        fault = err if isinstance(err, DcptoolError) else faults.of_anything(err)
+        # The launcher ends the ranks when one of them has: that must not cut the last word off.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        fault = _fault_of(err)
         _write_status(rank, fault)
         if rank and STATUS_FOLDER not in os.environ and fault.code < 128:
             sys.stderr.write(f"rank {rank}: {fault.lines()}\n")
@@ -75,6 +81,20 @@ def together(device: str) -> Iterator[Dist]:
             _write_status(rank, None)
     finally:
         _folders.clear()
+
+
+def _fault_of(err: Exception | KeyboardInterrupt) -> DcptoolError:
+    if isinstance(err, KeyboardInterrupt):
+        return Interrupted(getattr(err, "number", signal.SIGINT))
+    return err if isinstance(err, DcptoolError) else faults.of_anything(err)
+
+
+def _end_with_parent() -> None:
+    """Let the system end this process with its launcher, which SIGKILL gives no time to do it."""
+    import ctypes
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _write_status(rank: int, fault: DcptoolError | None) -> None:
@@ -113,7 +133,7 @@ def through_torchrun(processes: int) -> int:
             max_restarts=0,
             start_method="spawn",
         )
-        stopped = 0
+        stopped, first = 0, 0
         # Its warnings repeat, at length, what is said below in three lines.
         logging.disable(logging.CRITICAL)
         try:
@@ -121,12 +141,13 @@ def through_torchrun(processes: int) -> int:
         except SignalException as err:
             stopped = int(err.sigval)
         except ChildFailedError as err:
+            first = err.get_first_failure()[0]
             console.detail(str(err).splitlines()[0])
         finally:
             logging.disable(logging.NOTSET)
         if document.exists():
             app.hand_over(files.read_json(document, what="the document of a process"))
-        return _answer(Path(status), processes, stopped)
+        return _answer(Path(status), processes, stopped, first)
 
 
 @contextmanager
@@ -161,8 +182,11 @@ def _without_option(arguments: list[str], name: str) -> list[str]:
     return kept
 
 
-def _answer(folder: Path, processes: int, stopped: int) -> int:
-    """The code of the whole: that of the rank which knows best why it ended."""
+def _answer(folder: Path, processes: int, stopped: int, first: int = 0) -> int:
+    """The code of the whole: that of the rank which knows best why it ended.
+
+    `stopped` is the signal that this process got; `first` the rank that the launcher saw end first.
+    """
     found: dict[int, dict[str, Any]] = {}
     for rank in range(processes):
         path = folder / f"status.{rank}.json"
@@ -174,15 +198,17 @@ def _answer(folder: Path, processes: int, stopped: int) -> int:
     if missing:
         seen = [status["why"] for status in found.values() if status.get("why")]
         raise EnvironmentFault(
-            f"process {missing[0]} of {processes} died or hangs",
+            f"process {first if first in missing else missing[0]} of {processes} died or hangs",
             why="\n".join(["it left no word: killed, or out of memory", *seen[:1]]),
             try_="the same command with a smaller --batch-size, or fewer processes",
         )
 
-    def ignorance(rank: int) -> tuple[bool, bool, int]:
-        # A rank that lost its peers says 5; the one that had the reason says something else.
+    def ignorance(rank: int) -> tuple[bool, bool, bool, int]:
+        # A rank that lost its peers says 5, or was ended by the launcher for that reason; the one
+        # that had the reason says something else.
         code = found[rank]["code"]
-        return code == 0, code == EnvironmentFault.code, rank
+        ended = code > 128 and not stopped
+        return code == 0, ended, code == EnvironmentFault.code, rank
 
     status = found[min(found, key=ignorance)]
     if status["code"] == 0:

@@ -20,6 +20,7 @@ from dcptool.deploy.parity import Array, Parity
 from dcptool.deploy.session import open_session
 from dcptool.errors import GateFailed, InputError, UsageError
 from dcptool.network.models import Network
+from dcptool.training.room import bytes_of
 
 FP32_TOLERANCE = (1e-5, 1e-4)
 FP16_TOLERANCE = (1e-3, 2e-2)
@@ -101,6 +102,7 @@ def export(
     _check_options(options, images)
     files.require_new(target, force=force)
     files.make_folder(target.parent)
+    files.require_space(target.parent, bytes_of(network.module))
     check_finite(network)
     translation = onnx_export.translate(network, opset=options.opset, dynamic=options.dynamic)
     proto = translation.proto

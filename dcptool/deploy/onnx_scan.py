@@ -203,7 +203,8 @@ def _external_files(proto: onnx.ModelProto) -> list[str]:
         for tensor in graph.initializer:
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
                 found = [e.value for e in tensor.external_data if e.key == "location"]
-                names.add(found[0] if len(found) == 1 else "")
+                # Protobuf gives bytes where a text is not valid UTF-8.
+                names.add(found[0] if len(found) == 1 and isinstance(found[0], str) else "")
             elif tensor.external_data:
                 names.add("")
     return sorted(names)

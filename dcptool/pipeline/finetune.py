@@ -22,7 +22,7 @@ from dcptool.network import artifact, cost
 from dcptool.network.graph import build_graph
 from dcptool.network.models import Network
 from dcptool.selection.heads import WithHeads, new_head, width_at, with_head_losses
-from dcptool.training import checkpoint, signals
+from dcptool.training import checkpoint, room, signals
 from dcptool.training.angular import AngularSoftmax
 from dcptool.training.checkpoint import Checkpoints, digest_of
 from dcptool.training.data import Data
@@ -94,6 +94,11 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
     module = network.module.to(job.device)
     fingerprint = _fingerprint(network, data, job, dist)
     dist.agree(fingerprint)
+    if dist.is_writer:
+        # The result, and two states with their momentum.
+        files.require_space(folder, 5 * room.bytes_of(module))
+    if job.device == "cpu":
+        room.require_memory(module, data.input.size, job.training.images_per_step)
     classes = network.base.num_classes
 
     def validate(model: nn.Module, stop: Callable[[], bool]) -> Accuracy:

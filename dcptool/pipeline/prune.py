@@ -37,7 +37,7 @@ from dcptool.selection.stages import (
     select,
     solve_again,
 )
-from dcptool.training import signals
+from dcptool.training import room, signals
 from dcptool.training.checkpoint import Checkpoints, digest_of
 from dcptool.training.data import Data
 from dcptool.training.dist import SINGLE, Dist
@@ -123,6 +123,11 @@ def prune(
     settings = job.selection
     marks = fingerprint(network, data, job, dist)
     dist.agree(marks)
+    if dist.is_writer:
+        # The dense weights, the slim ones, and two states.
+        files.require_space(folder, 4 * room.bytes_of(network.module))
+    if job.training and job.device == "cpu":
+        room.require_memory(network.module, data.input.size, job.batch_size)
     chosen = calibration.images_for(network, data, job, dist)
     batches = calibration.batches_of(chosen, job, dist)
     labels = [y[dist.rank :: dist.world] for _, y in batches]

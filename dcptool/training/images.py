@@ -31,6 +31,8 @@ BYTE_LIMIT = 512 << 20
 
 # Pillow only warns above its own limit, after the header; here such a file is refused.
 warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
+# Damaged tags beside pixels that can be read; pixels that cannot be read are an error anyway.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
 
 class BadImage(Exception):

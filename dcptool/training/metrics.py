@@ -44,7 +44,9 @@ class Metrics:
 
     def write(self, row: Row) -> None:
         """Add one row."""
-        files.append(self.folder / "metrics.jsonl", json.dumps(_rounded(row), allow_nan=False) + "\n")
+        files.append(
+            self.folder / "metrics.jsonl", json.dumps(_rounded(row), allow_nan=False) + "\n"
+        )
         head = "" if (self.folder / "metrics.csv").exists() else ",".join(COLUMNS) + "\n"
         files.append(self.folder / "metrics.csv", head + _csv_line(row))
         for tracker in self.trackers:

@@ -135,8 +135,8 @@ def fork(kind: str, name: str, path: str) -> bool:
 def wrap(name: str) -> Callable[..., Any]:
     def call(*arguments: Any, **options: Any) -> Any:
         path = "" if state["off"] else concerns(arguments)
-        reads = name == "open" and len(arguments) > 1 and not arguments[1] & (
-            os.O_WRONLY | os.O_RDWR
+        reads = (
+            name == "open" and len(arguments) > 1 and not arguments[1] & (os.O_WRONLY | os.O_RDWR)
         )
         if not path or reads or (SKIP in path and not state["fork"]):
             return real[name](*arguments, **options)

@@ -95,7 +95,11 @@ class Server:
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        if not line:
+            self.close()
+            raise AssertionError(f"the server has ended: {self.process.returncode}")
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     def start(self, *argv: str, cwd: Path, code: str = "", **env: str) -> Forked:
@@ -104,16 +108,14 @@ class Server:
         answer = self.ask({**request, "folder": str(self.folder)})
         return Forked(self, answer["pid"], self.folder)
 
-    def run(
-        self, *argv: str, cwd: Path, code: str = "", timeout: float = 60, **env: str
-    ) -> Ended:
+    def run(self, *argv: str, cwd: Path, code: str = "", timeout: float = 60, **env: str) -> Ended:
         """Start a command and wait for its end."""
         return self.start(*argv, cwd=cwd, code=code, **env).wait(timeout)
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(10)
+        """End the server; what it started has been waited for."""
+        with self.process:
+            pass
 
 
 def serve() -> None:

@@ -163,7 +163,8 @@ def judge(row: dict[str, object], state: Path, finals: dict[str, set[str]]) -> N
         assert "\n  try: " in said, (row, said)
         assert "runs" in said.splitlines()[-3], (row, said)
     elif row["call"] not in ("unlink", "mkdir"):
-        # A folder that is there need not be made. The work is done, only its page could not be written, or the number in the lock.
+        # A folder that is there need not be made. Otherwise the work is done, and only its page
+        # could not be written, or the number in the lock.
         assert "no report written" in said or str(row["path"]).endswith(".lock"), (row, said)
     left = temps(state)
     assert len(left) <= (row["call"] == "unlink"), (row, left)

@@ -1,4 +1,4 @@
-"""Signals at the worst instants: in an epoch, in the save that the first one asked for, in publish."""
+"""Signals at the worst instants: in an epoch, in the save that the first one asks for."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ def finetune(slim: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def whole(
-    server: forked.Server, slim: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def whole(server: forked.Server, slim: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("whole")
     done = server.run(*finetune(slim), cwd=place)
     assert done.code == 0, done.err
