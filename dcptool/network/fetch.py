@@ -44,7 +44,10 @@ class Place:
     names: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return self.url or f"hf-hub:{self.repo}"
+        # Without user, password and query, which may be secrets.
+        parts = urlsplit(self.url)
+        shown = f"{parts.scheme}://{parts.hostname}{parts.path}"
+        return shown if self.url else f"hf-hub:{self.repo}"
 
 
 Fetch = Callable[[Place, bool], tuple[Path, bytes]]

@@ -6,8 +6,10 @@ workers nor a resume changes what is seen. Bad images come back as messages, not
 
 from __future__ import annotations
 
+import resource
 import signal
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -22,6 +24,10 @@ from dcptool.training.loader import training_transform as make_training_transfor
 from dcptool.training.randomness import kept_random_state, seed_all
 
 Item = tuple[int, Tensor | str, int]
+# Pixels of the images that could be read, their labels, and why the others could not.
+Batch = tuple[Tensor | None, list[int], dict[int, str]]
+# Open files of one worker: pipes, its end of a queue, batches under way.
+FILES_EACH = 12
 
 
 class _Reader(Dataset[Item]):
@@ -55,8 +61,11 @@ class _Reader(Dataset[Item]):
             return number, torch.as_tensor(self.transform(image)), label
 
 
-def _keep(items: list[Item]) -> list[Item]:
-    return items
+def _together(items: list[Item]) -> Batch:
+    """One tensor for a batch: each that goes from process to process takes an open file."""
+    good = [(pixels, label) for _, pixels, label in items if isinstance(pixels, Tensor)]
+    bad = {number: pixels for number, pixels, _ in items if isinstance(pixels, str)}
+    return torch.stack([p for p, _ in good]) if good else None, [label for _, label in good], bad
 
 
 def _calm_worker(_number: int) -> None:
@@ -77,27 +86,38 @@ def read_in_workers(
     train: bool,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of bytes and labels in the given order; skipped images make a batch smaller."""
+    _require_files(workers)
     reader = _Reader(images, epoch, seed, train=train)
-    batches: DataLoader[Item] = DataLoader(
+    batches: DataLoader[Any] = DataLoader(
         reader,
         batch_sampler=[positions.tolist() for positions in order],
         num_workers=min(workers, len(order)),
-        collate_fn=_keep,
+        collate_fn=_together,
         worker_init_fn=_calm_worker,
     )
     store = images.store
     try:
-        for items in batches:
-            for number, pixels, _ in items:
-                if isinstance(pixels, str):
-                    store.bad[number] = pixels
+        for pixels, labels, bad in batches:
+            store.bad.update(bad)
             judge(store.bad, store.skip_bad)
-            good = [(pixels, label) for _, pixels, label in items if isinstance(pixels, Tensor)]
-            if not good:
+            if pixels is None:
                 raise all_bad(images)
-            yield torch.stack([p for p, _ in good]), torch.tensor([label for _, label in good])
+            yield pixels, torch.tensor(labels)
     except (RuntimeError, OSError, EOFError) as err:
         raise worker_fault(err, workers) from err
+
+
+def _require_files(workers: int) -> None:
+    """Refuse to start workers that would have no file to open: torch's would wait for ever."""
+    try:
+        taken = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    except OSError:
+        return
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if workers and limit != resource.RLIM_INFINITY and limit < taken + FILES_EACH * workers:
+        raise worker_fault(
+            OSError(f"Too many open files: {limit} are allowed, {taken} are open"), workers
+        )
 
 
 def worker_fault(err: Exception, workers: int) -> EnvironmentFault:

@@ -66,7 +66,7 @@ class Forked:
         """What it said so far."""
         return (self.folder / f"{self.pid}.err").read_text(errors="replace")
 
-    def wait(self, timeout: float = 60) -> Ended:
+    def wait(self, timeout: float = 120) -> Ended:
         """Wait for its end; one that takes longer is killed, and that is a failure."""
         answer = self.server.ask({"wait": self.pid, "timeout": timeout})
         seconds = time.monotonic() - self.began
@@ -108,7 +108,7 @@ class Server:
         answer = self.ask({**request, "folder": str(self.folder)})
         return Forked(self, answer["pid"], self.folder)
 
-    def run(self, *argv: str, cwd: Path, code: str = "", timeout: float = 60, **env: str) -> Ended:
+    def run(self, *argv: str, cwd: Path, code: str = "", timeout: float = 120, **env: str) -> Ended:
         """Start a command and wait for its end."""
         return self.start(*argv, cwd=cwd, code=code, **env).wait(timeout)
 
