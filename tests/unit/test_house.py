@@ -65,7 +65,14 @@ RUN_DATA = (
     "torch.jit.load",
     "torch.export.load",
     "torch.hub.load",
+    "numpy.load",
+    "np.load",
+    "yaml.load",
+    "runpy.run_path",
+    "importlib.util.spec_from_file_location",
 )
+# One module turns files of weights into tensors.
+LOADS_WEIGHTS = "weights.py"
 
 
 def name_of(path: Path) -> str:
@@ -130,6 +137,8 @@ def test_nothing_runs_data():
             loads = what in ("torch.load", "torch.hub.load_state_dict_from_url")
             if loads and keywords.get("weights_only") != "True":
                 wrong.append(f"{name_of(path)}:{node.lineno} unpickles")
+            if loads and name_of(path) != LOADS_WEIGHTS:
+                wrong.append(f"{name_of(path)}:{node.lineno} loads weights")
     assert wrong == []
 
 
