@@ -101,7 +101,8 @@ def _groups(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def plain(options: dict[str, Any]) -> dict[str, Any]:
     """Options as JSON."""
     flat = {k: v for group in _groups(options).values() for k, v in group.items()}
-    return {key: _simple(value) for key, value in flat.items() if key not in FREE}
+    # In one order, whatever that of the groups was: the same run leaves the same bytes.
+    return {key: _simple(value) for key, value in sorted(flat.items()) if key not in FREE}
 
 
 def _simple(value: Any) -> Any:
