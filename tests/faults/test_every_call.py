@@ -94,6 +94,8 @@ def again(folder: Path, words: tuple[str, ...]) -> tuple[str, ...]:
         return words if words[0] != "run" else (*words, "--resume")
     for path in sorted(folder.glob("runs/*/*.json"), reverse=True):
         if path.name in RESUMED and RESUMED[path.name] == words[0]:
+            if "--force" in words and '"replaces"' not in path.read_text():
+                return words  # what lies there is the old run, and whole
             return words[0], "--resume", str(path.parent.relative_to(folder))
     return words
 
@@ -195,8 +197,9 @@ def recover(
         )
         assert died.code in (137, 0, 2), died.err
     done = server.run(*again(folder, words), cwd=folder)
-    finished = done.code == 2 and "is finished already" in done.err
-    assert done.code == 0 or finished, (state, done.err)
+    finished = "is finished already" in done.err
+    assert done.code == 0 or (done.code == 2 and finished), (state, done.err)
+    # What has nothing to write does not clean up either; the next one that writes there does.
     if not finished:
         assert not temps(folder), state
     for path in whole.glob("runs/**/*.safetensors"):
