@@ -117,6 +117,7 @@ def run(
     began = time.monotonic()
     folder = runstate.choose(recipe, runs, resume=resume, half_done=_half_done)
     with files.lock_folder(folder):
+        files.sweep(folder)
         state = State.open(folder, recipe)
         place = _Place(folder, str(recipe.get("model", "name")))
         for step in steps_of(recipe):
