@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dcptool.cli import sections, study_run
+from dcptool.cli import app, sections, study_run
 from dcptool.errors import GateFailed, UsageError
 from dcptool.pipeline import recipe, study
 from dcptool.pipeline.study import Point
@@ -226,3 +226,48 @@ def test_lambda_may_be_infinite_and_nothing_else():
     checked = study_run.check(found)
     assert [params["prune"]["discrimination"] for _, params in checked] == [0, 0.5, float("inf")]
     assert json.loads(json.dumps(recipe.plain(found.sections), allow_nan=False))
+
+
+PAPER = """[paper]
+table = "Two rates"
+layout = "down"
+measures = ["params_ratio", "error_gap"]
+baseline = { error = 6.2 }
+[paper.quoted]
+"0.5" = { error_gap = 0.31 }
+"0.9" = { error_gap = 2.5 }
+"""
+
+
+def test_run_of_a_study_leaves_its_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(app, "invoke", Commands())
+    sweep = '[sweep]\nover = "prune.rate"\nvalues = [0.3, 0.5]\n'
+    Path("mine.toml").write_text(BASE + sweep + PAPER)
+    assert app.run(["run", "./mine.toml", "-q"]) == 0
+    out = capsys.readouterr().out
+    assert "Error of the dense network: 10.00 % ours, 6.2 % quoted." in out
+    text = Path("runs/mine/table.md").read_text()
+    assert "| 0.3 | 2.00x | -5.00 | - |" in text
+    assert "| 0.5 | 2.00x | -5.00 | +0.31 |" in text
+    # What only the paper has stands there, too, and the conditions below.
+    assert "| 0.9 | - | - | +2.50 |" in text
+    assert "- [prune] rate = 0.3, samples = 100" in text
+    assert Path("runs/mine/table.csv").is_file()
+    assert Path("runs/mine/table.svg").is_file()
+    assert app.run(["run", "./mine.toml", "-q", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [point["macs"] for point in document["points"]] == [700, 500]
+    assert app.run(["run", "./mine.toml", "-q", "--set", 'sweep.only=["0.5"]']) == 0
+    assert "0.9" not in capsys.readouterr().out
+
+
+def test_run_of_one_column_leaves_its_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    commands = Commands()
+    monkeypatch.setattr(app, "invoke", commands)
+    monkeypatch.setattr("dcptool.report.page.after", lambda *_: None)
+    text = BASE + PAPER.replace('"down"', '"down"\ncolumn = "0.5"')
+    Path("mine.toml").write_text(text)
+    assert app.run(["run", "./mine.toml", "-q"]) == 0
+    assert "| 0.5 | 2.00x | -5.00 | +0.31 |" in Path("runs/mine-001/table.md").read_text()

@@ -81,7 +81,7 @@ def test_threshold_makes_fewest_mistakes():
 
 def test_each_fold_is_judged_by_the_others():
     # Fold 0 alone would like another threshold; the other nine decide for it.
-    scores = np.array([0.1, 0.2] + [0.9, 0.5] * 9)
+    scores = np.array([0.3, 0.2] + [0.9, 0.5] * 9)
     same = np.array([True, False] * 10)
     found = verification.ten_folds(scores, same, np.repeat(np.arange(10), 2))
     assert found.folds[0] == 50.0
