@@ -205,7 +205,7 @@ def recover(
         begun = [run for run in (folder / "runs").glob("tiny-*") if not (run / "run.json").exists()]
         assert not [one for one in temps(folder) if one.parent not in begun], state
     for path in whole.glob("runs/**/*.safetensors"):
-        # A run of a recipe that ended before it had a state is followed by one with the next number.
+        # A recipe that ended before it had a state is followed by a run of the next number.
         name = str(path.relative_to(whole)).replace("tiny-001", "tiny-*")
         assert {sha(one) for one in folder.glob(name)} == {sha(path)}, (state, path)
     known: dict[str, set[str]] = {}
