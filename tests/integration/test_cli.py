@@ -54,7 +54,7 @@ def test_version_and_help(dcptool):
         (["analyze", "resnet18", "--rat=0.3"], 2, "try: dcptool analyze resnet18 --rate=0.3"),
         (["analyze", "resnet18", "--zzz"], 2, "analyze has no option --zzz"),
         (["--rate", "0.3", "analyze"], 2, "stand after its name"),
-        (["analyze"], 2, "analyze needs MODEL"),
+        (["analyze"], 2, "MODEL is missing"),
         (["analyze", TOY, "extra"], 2, "extra"),
         (["completion", "csh"], 2, "'bash', 'zsh', 'fish'"),
     ],
