@@ -91,7 +91,11 @@ def command(
         analyze_recipe.show(recipe, plot, as_json=as_json)
         return
     if model is None:
-        raise UsageError("MODEL is missing", try_="dcptool analyze resnet50")
+        raise UsageError(
+            "MODEL is missing",
+            why="a name, an artifact folder or --recipe NAME says what to look at",
+            try_="dcptool analyze resnet50",
+        )
 
     from dcptool.deploy.granularity import auto
     from dcptool.network.artifact import open_target

@@ -107,7 +107,11 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int | None:
         options = recorded.read(ctx, options, resume, OPTIONS_FILE, PATHS)
         _refuse_finished(resume)
     if options["model"] is None:
-        raise UsageError("MODEL is missing", try_="dcptool prune resnet50 --rate 0.3")
+        raise UsageError(
+            "MODEL is missing",
+            why="a name or an artifact folder says what to prune",
+            try_="dcptool prune resnet50 --rate 0.3",
+        )
     if options["selection"]["provider"] != "cpu":
         from dcptool.deploy import session
 
