@@ -354,6 +354,7 @@ class _Fit:
         )
         found = self.dist.broadcast(found)
         if found is None:
+            self._rewind(-1)  # of a run that was killed before it had a state
             return
         state = self.state
         state.step, state.validated = found["step"], found["validated"]
@@ -367,9 +368,14 @@ class _Fit:
         if self.ema is not None:
             self.ema.load_state_dict(found["ema"])
         self.meter.restore(found["meter"])
-        if self.run.metrics is not None and self.dist.is_writer:
-            self.run.metrics.rewind(state.step)
+        self._rewind(state.step)
         console.note(f"resumed at step {state.step} of {self.schedule.steps}")
+
+    def _rewind(self, step: int) -> None:
+        """Leave no figure that this run will write once more."""
+        if self.run.metrics is not None and self.dist.is_writer:
+            validated = self.state.validated >= step
+            self.run.metrics.rewind(step, logged=not self.meter.steps, validated=validated)
 
     def _finish(self) -> None:
         """Leave the weights that were asked for in the model."""

@@ -69,9 +69,16 @@ class Metrics:
                 found.append(row)
         return found
 
-    def rewind(self, step: int) -> None:
-        """Drop what was written after `step`."""
-        kept = [row for row in self.rows() if (row.get("step") or 0) <= step]
+    def rewind(self, step: int, *, logged: bool = True, validated: bool = True) -> None:
+        """Drop what was written after `step`, and at it what will be written again."""
+        kept = []
+        for row in self.rows():
+            at = row.get("step") or 0
+            again = not (validated if row.get("val_top1") is not None else logged)
+            if at < step or (at == step and not again):
+                kept.append(row)
+        if not kept and not (self.folder / "metrics.jsonl").exists():
+            return
         text = "".join(json.dumps(row) + "\n" for row in kept)
         files.publish(self.folder / "metrics.jsonl", text.encode())
         table = ",".join(COLUMNS) + "\n" + "".join(_csv_line(row) for row in kept)
