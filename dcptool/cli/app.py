@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import click
 
 from dcptool import __version__, console
-from dcptool.cli import allocator, faults, streams
+from dcptool.cli import faults, streams
 from dcptool.errors import DcptoolError, EnvironmentFault, Interrupted, UsageError
 
 COMMANDS = (
@@ -123,7 +123,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     # Threads that spin while they wait make a busy machine many times slower (nine times, measured
     # on two shared cores). Read when torch's thread library is loaded, which is later.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    allocator.keep_large_blocks()
     streams.mend()
     for number in (signal.SIGTERM, signal.SIGHUP):
         # A signal that is ignored, as under nohup, stays so.

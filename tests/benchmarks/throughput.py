@@ -25,7 +25,6 @@ from torch import nn
 from torch.nn import functional
 
 from dcptool import console
-from dcptool.cli import allocator
 from dcptool.network import models
 from dcptool.training.data import DataSpec, open_data
 from dcptool.training.loader import loader
@@ -84,8 +83,6 @@ def main() -> None:
     parser.add_argument("--only", choices=["ours", "bare"])
     options = parser.parse_args()
     console.configure(quiet=True)
-    if options.only == "ours":
-        allocator.keep_large_blocks()  # as the program does
     network = models.load("zoo:resnet56", pretrained=False)
     data = open_data(DataSpec(data_dir=options.data), network)
     batches = loader(data.train, options.batch_size, train=True)
