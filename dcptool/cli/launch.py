@@ -52,6 +52,7 @@ def record_in(folder: Path) -> None:
 def together(device: str) -> Iterator[Dist]:
     """Join the other processes; on the way out write down how this one ended."""
     from dcptool.training import dist as processes
+    from dcptool.training import pulse
 
     rank = int(os.environ.get("RANK", "0"))
     if is_launched():
@@ -59,7 +60,9 @@ def together(device: str) -> Iterator[Dist]:
     if is_launched() and rank:
         console.configure(quiet=True)
     try:
-        yield processes.start(device)
+        dist = processes.start(device)
+        with pulse.watched(dist, lambda why: _end_alone(rank, why)):
+            yield dist
     except (Exception, KeyboardInterrupt) as err:
         if not is_launched():
             raise
@@ -87,6 +90,20 @@ def _fault_of(err: Exception | KeyboardInterrupt) -> DcptoolError:
     if isinstance(err, KeyboardInterrupt):
         return Interrupted(getattr(err, "number", signal.SIGINT))
     return err if isinstance(err, DcptoolError) else faults.of_anything(err)
+
+
+def _end_alone(rank: int, why: str) -> None:
+    """End this process from beside its main thread, which waits for one that does not answer."""
+    fault = EnvironmentFault(
+        "another process of this run is gone or hangs",
+        why=why,
+        try_="look at the messages of the other ranks, then run again with --resume",
+    )
+    _write_status(rank, fault)
+    if STATUS_FOLDER not in os.environ:
+        sys.stderr.write(f"rank {rank}: {fault.lines()}\n")
+        sys.stderr.flush()
+    os._exit(fault.code)
 
 
 def _end_with_parent() -> None:
