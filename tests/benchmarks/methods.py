@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from torch import nn
 
 from dcptool import console
 from dcptool.network import cost, models
@@ -30,9 +31,9 @@ from dcptool.pipeline.agreement import halves, settle_norms
 from dcptool.pipeline.stage_training import StagePlan, StageTrainer
 from dcptool.selection.settings import Selection
 from dcptool.selection.stages import select
-from dcptool.training.data import DataSpec, open_data, samples
+from dcptool.training.data import Data, DataSpec, open_data, samples
 from dcptool.training.evaluate import predictor
-from dcptool.training.loader import loader
+from dcptool.training.loader import ImageSet, loader
 from dcptool.training.settings import Training
 
 ROWS = {
@@ -89,6 +90,11 @@ def main() -> None:
     table([line for line in lines if conditions.items() <= line.items() and same(line)])
 
 
+def bits(line: dict) -> np.ndarray:
+    """Which of the 10,000 test images were right."""
+    return np.unpackbits(np.frombuffer(bytes.fromhex(line["right"]), np.uint8))[:10_000] > 0
+
+
 def read(path: Path) -> list[dict]:
     """All lines that are whole."""
     if not path.exists():
@@ -98,6 +104,23 @@ def read(path: Path) -> list[dict]:
 
 def run(given: argparse.Namespace, row: str, seed: int) -> dict:
     """Prune once; returns the accuracy on the test images and which of them are right."""
+    module, data, facts = pruned(given, row, seed)
+    right = right_of(module, data.report)
+    return {
+        "top1": round(100 * float(right.mean()), 2),
+        **facts,
+        "right": np.packbits(right).tobytes().hex(),
+    }
+
+
+def right_of(module: nn.Module, images: ImageSet) -> np.ndarray:
+    """Which images are classified rightly."""
+    predict = predictor(module)
+    return torch.cat([predict(x).argmax(1) == y for x, y in loader(images, 500)]).numpy()
+
+
+def pruned(given: argparse.Namespace, row: str, seed: int) -> tuple[nn.Module, Data, dict]:
+    """The slim network of one row, its images, and what it cost."""
     file = given.weights / f"cifar10_{given.network.replace('resnet56', 'resnet56_b')}.safetensors"
     if given.network.endswith("_a"):
         file = given.weights / f"cifar10_{given.network}.safetensors"
@@ -143,17 +166,15 @@ def run(given: argparse.Namespace, row: str, seed: int) -> dict:
     seconds = time.monotonic() - began - trainer.seconds
     choosing, _ = halves(data.val)
     fresh = settle_norms(network.module, found.module, loader(chosen, 64), choosing)
-    predict = predictor(found.module)
-    right = torch.cat([predict(x).argmax(1) == y for x, y in loader(data.report, 500)])
-    return {
-        "top1": round(100 * float(right.float().mean()), 2),
-        "macs": (counted := cost.count(found.module, data.input.size)).macs,
+    counted = cost.count(found.module, data.input.size)
+    facts = {
+        "macs": counted.macs,
         "params": counted.params,
         "norms": "estimated anew" if fresh else "kept",
         "selection_s": round(seconds, 1),
         "training_s": round(trainer.seconds, 1),
-        "right": np.packbits(right.numpy()).tobytes().hex(),
     }
+    return found.module, data, facts
 
 
 def mcnemar(ours: np.ndarray, theirs: np.ndarray) -> float:
@@ -168,10 +189,6 @@ def table(lines: list[dict]) -> None:
     """Markdown: mean error and spread over the seeds, pooled comparison with dcp."""
     print("| method | test error, % | spread | against dcp, p | norms | selection, s |")
     print("|---|---|---|---|---|---|")
-
-    def bits(line: dict) -> np.ndarray:
-        return np.unpackbits(np.frombuffer(bytes.fromhex(line["right"]), np.uint8))[:10_000] > 0
-
     best = {line["seed"]: bits(line) for line in lines if line["row"] == "dcp"}
     for row in ROWS:
         found = [line for line in lines if line["row"] == row]

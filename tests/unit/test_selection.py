@@ -9,69 +9,21 @@ from fractions import Fraction
 
 import pytest
 import torch
+from three_blocks import SPEC, blocks, noise
 from torch import nn
 
 from dcptool.errors import InputError, UsageError
 from dcptool.network import models
 from dcptool.network.base import Base, Input, Network
-from dcptool.network.graph import Group, build_graph
+from dcptool.network.graph import build_graph
 from dcptool.selection.budget import kept_count, parse_rate
 from dcptool.selection.chain import build_chain, run_segment
-from dcptool.selection.gram import Moments
 from dcptool.selection.heads import WithHead, head_loss, new_head
 from dcptool.selection.limits import too_wide
-from dcptool.selection.methods import METHODS
-from dcptool.selection.methods.question import Question
 from dcptool.selection.settings import Recorded, Selection, stop_by_epsilon
-from dcptool.selection.stages import Progress, plan_stages, select
+from dcptool.selection.stages import plan_stages, select
 from dcptool.selection.store import Room, Store
 from dcptool.selection.tail import build_tail
-
-SPEC = Input((3, 16, 16), (0.0,) * 3, (1.0,) * 3)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(width, inner, 3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(inner)
-        self.conv2 = nn.Conv2d(inner, width, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(width)
-        self.act = nn.ReLU()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = torch.relu(self.norm1(self.conv1(x)))
-        return self.act(x + self.norm2(self.conv2(inner)))
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.one = Block(8, 12)
-        self.two = Block(8, 10)
-        self.three = Block(8, 6)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.stem(x))
-        x = self.three(self.two(self.one(x)))
-        return self.head(x.mean((2, 3)))
-
-
-def _network(seed: int = 0) -> Network:
-    torch.manual_seed(seed)
-    module = Small().eval()
-    for layer in module.modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            nn.init.uniform_(layer.weight, 0.5, 1.5)
-            nn.init.normal_(layer.running_mean, 0, 0.1)
-    return Network(module, Base("custom", "Small", 5), SPEC)
-
-
-def _images(count: int = 24, seed: int = 1) -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    return list(torch.randn(count, 3, 16, 16, generator=draw).split(8))
 
 
 @pytest.mark.parametrize(
@@ -105,14 +57,14 @@ def test_epsilon_stops_at_the_first_small_drop() -> None:
 def test_epsilon_where_there_is_nothing_to_explain() -> None:
     """Readers behind a norm that erases them leave no loss at all."""
     assert stop_by_epsilon((0.0, 0.0, 0.0), 0.01) == 1
-    network = _network()
+    network = blocks()
     with torch.no_grad():
         network.module.one.norm2.weight.zero_()
         network.module.two.conv2.weight.zero_()
-    gram = select(network, _images(), Selection(epsilon=0.01, positions=8))
+    gram = select(network, noise(), Selection(epsilon=0.01, positions=8))
     assert len(gram.choices[0].kept) == 1
     loop = Selection(epsilon=0.01, solver="sgd", target="conv")
-    assert len(select(network, _images(), loop).choices[1].kept) == 1
+    assert len(select(network, noise(), loop).choices[1].kept) == 1
 
 
 def test_smaller_epsilon_never_keeps_fewer() -> None:
@@ -122,12 +74,12 @@ def test_smaller_epsilon_never_keeps_fewer() -> None:
 
 
 def test_chain_gives_the_networks_own_output() -> None:
-    network = _network()
+    network = blocks()
     graph = build_graph(network.module, SPEC.size)
     dense = [s.name for s in graph.sites.values() if s.is_dense]
     chain = build_chain(network.module, SPEC.size, dense)
     assert [layer for s in chain.segments for layer in s.layers] == dense
-    features = _images()[0]
+    features = noise()[0]
     with torch.no_grad():
         wanted = network.module(features)
         for segment in chain.segments:
@@ -152,12 +104,12 @@ def test_chain_on_real_networks(name: str) -> None:
 
 
 def test_tail_runs_the_rest_with_other_weights() -> None:
-    network = _network()
+    network = blocks()
     graph = build_graph(network.module, SPEC.size)
     chain = build_chain(
         network.module, SPEC.size, [s.name for s in graph.sites.values() if s.is_dense]
     )
-    images = _images()[0]
+    images = noise()[0]
     place = next(i for i, s in enumerate(chain.segments) if "two.conv2" in s.layers)
     with torch.no_grad():
         start = images
@@ -174,101 +126,15 @@ def test_tail_runs_the_rest_with_other_weights() -> None:
         assert not torch.allclose(got, network.module(images), atol=1e-3)
 
 
-def _question(units: int = 5, outputs: int = 3) -> Question:
-    draw = torch.Generator().manual_seed(0)
-    u = torch.randn(200, units, generator=draw)
-    weights = torch.randn(units + 1, outputs, generator=draw, dtype=torch.float64)
-    moments = Moments.empty(torch.arange(units), outputs)
-    moments.add(u, (u.double() @ weights[:-1]).float())
-    group = Group("g", tuple(range(units)), units, ("p",), (), ("c",), "prunable", "")
-    filters = torch.tensor([3.0, 1.0, 2.0, 5.0, 4.0], dtype=torch.float64)
-    zeros = torch.tensor([0.5, 0.1, 0.9, 0.3, 0.2], dtype=torch.float64)
-    return Question(group, [moments.mean()], [weights], filters, zeros)
-
-
-def test_l1_keeps_the_largest_filters() -> None:
-    assert METHODS["l1"].order(_question()).order == (3, 4, 0, 2, 1)
-
-
-def test_apoz_keeps_the_fewest_zeros() -> None:
-    assert METHODS["apoz"].order(_question()).order == (1, 4, 3, 0, 2)
-
-
-def test_apoz_refuses_activations_without_zeros() -> None:
-    question = _question()
-    blind = Question(question.group, question.moments, question.weights, question.filters, None)
-    with pytest.raises(UsageError, match="apoz cannot rank g"):
-        METHODS["apoz"].order(blind)
-
-
-def test_random_is_seeded_by_run_and_group() -> None:
-    question = _question()
-    order = METHODS["random"].order(question).order
-    assert sorted(order) == list(range(5))
-    assert order == METHODS["random"].order(question).order
-
-
-def test_cp_follows_the_lasso_path() -> None:
-    """Independent contributions: the path lets the smallest go first."""
-    draw = torch.Generator().manual_seed(0)
-    u = torch.randn(4000, 4, generator=draw)
-    scale = torch.tensor([1.0, 8.0, 2.0, 4.0], dtype=torch.float64)
-    weights = torch.cat([torch.diag(scale), torch.zeros(1, 4, dtype=torch.float64)])
-    moments = Moments.empty(torch.arange(4), 4)
-    moments.add(u, (u.double() @ weights[:-1]).float())
-    group = Group("g", (0, 1, 2, 3), 4, ("p",), (), ("c",), "prunable", "")
-    question = Question(group, [moments.mean()], [weights], scale, None)
-    assert METHODS["cp"].order(question).order == (1, 3, 2, 0)
-    assert METHODS["thinet"].order(question).order == (1, 3, 2, 0)
-    assert METHODS["dcp"].order(question).order == (1, 3, 2, 0)
-
-
-@pytest.mark.parametrize(
-    "method", ["dcp", "random", "l1", "apoz", "thinet", "cp", "slimming", "wm"]
-)
-def test_every_method_keeps_exactly_kappa_and_proves_it(method: str) -> None:
-    network = _network()
-    before = {k: v.clone() for k, v in network.module.state_dict().items()}
-    settings = Selection(rate=Fraction("0.5"), method=method, positions=16)
-    outcome = select(network, _images(), settings)
-    kept = {choice.group: len(choice.kept) for choice in outcome.choices}
-    assert kept == {"one.conv1": 6, "two.conv1": 5, "three.conv1": 3}
-    assert outcome.network.module.one.conv1.out_channels == 6
-    assert outcome.network.module.one.conv2.in_channels == 6
-    assert outcome.proof is not None
-    assert outcome.proof.difference < 1e-5
-    after = network.module.state_dict()
-    assert all(torch.equal(before[k], after[k]) for k in before)
-
-
-@pytest.mark.parametrize(
-    "method", ["dcp", "random", "l1", "apoz", "thinet", "cp", "slimming", "wm"]
-)
-@pytest.mark.parametrize("solver", ["gram", "sgd"])
-def test_rate_zero_is_a_copy(method: str, solver: str) -> None:
-    network = _network()
-    settings = Selection(rate=Fraction(0), method=method, solver=solver, prune_residual=True)
-    outcome = select(network, _images(), settings)
-    for key, value in network.module.state_dict().items():
-        assert torch.equal(outcome.network.module.state_dict()[key], value), key
-    assert [len(choice.kept) for choice in outcome.choices] == [8, 12, 10, 6]
-
-
-def test_apoz_counts_zeros_of_residual_groups_too() -> None:
-    settings = Selection(rate=Fraction("0.5"), method="apoz", positions=8, prune_residual=True)
-    outcome = select(_network(), _images(), settings)
-    assert [len(choice.kept) for choice in outcome.choices] == [4, 6, 5, 3]
-
-
 def test_same_seed_same_weights() -> None:
     settings = Selection(rate=Fraction("0.5"), positions=16, seed=3)
-    first = select(_network(), _images(), settings).network.module.state_dict()
-    again = select(_network(), _images(), settings).network.module.state_dict()
+    first = select(blocks(), noise(), settings).network.module.state_dict()
+    again = select(blocks(), noise(), settings).network.module.state_dict()
     assert all(torch.equal(first[k], again[k]) for k in first)
 
 
 def test_refit_beats_plain_removal() -> None:
-    network, images = _network(), _images(64)
+    network, images = blocks(), noise(64)
     dense = torch.cat([network.module(x) for x in images])
 
     def distance(method: str) -> float:
@@ -282,20 +148,20 @@ def test_refit_beats_plain_removal() -> None:
 
 def test_keep_leaves_a_group_whole() -> None:
     settings = Selection(rate=Fraction("0.5"), method="l1", keep=("two.*",))
-    outcome = select(_network(), _images(), settings)
+    outcome = select(blocks(), noise(), settings)
     assert [c.group for c in outcome.choices] == ["one.conv1", "three.conv1"]
     assert outcome.network.module.two.conv1.out_channels == 10
 
 
 def test_plan_decides_the_counts() -> None:
     settings = Selection(plan={"one.conv1": 3}, method="dcp", positions=16)
-    outcome = select(_network(), _images(), settings)
+    outcome = select(blocks(), noise(), settings)
     assert outcome.network.module.one.conv1.out_channels == 3
     assert outcome.network.module.two.conv1.out_channels == 10
 
 
 def test_pruning_twice_composes() -> None:
-    network, images = _network(), _images()
+    network, images = blocks(), noise()
     settings = Selection(rate=Fraction("0.5"), positions=16)
     once = select(network, images, settings).network
     twice = select(once, images, settings).network
@@ -308,7 +174,7 @@ def test_pruning_twice_composes() -> None:
 
 def test_residual_groups_when_opened() -> None:
     settings = Selection(rate=Fraction("0.5"), method="l1", prune_residual=True)
-    outcome = select(_network(), _images(), settings)
+    outcome = select(blocks(), noise(), settings)
     assert outcome.network.module.stem.out_channels == 4
     assert outcome.network.module.head.in_features == 4
 
@@ -322,7 +188,7 @@ def test_nothing_to_prune_names_the_option_that_opens() -> None:
 
 
 def test_stages_end_at_the_pivots() -> None:
-    network = _network()
+    network = blocks()
     graph = build_graph(network.module, SPEC.size)
     stages = plan_stages(network, graph, Selection(losses=1))
     assert [pivot for pivot, _ in stages] == ["two", None]
@@ -331,7 +197,7 @@ def test_stages_end_at_the_pivots() -> None:
 
 
 def test_stages_train_and_order_by_the_joint_loss() -> None:
-    network, images = _network(), _images()
+    network, images = blocks(), noise()
     seen: list[str | None] = []
 
     def fit_stage(module: nn.Module, pivot: str | None, number: int, is_fitted: bool):
@@ -350,156 +216,6 @@ def test_stages_train_and_order_by_the_joint_loss() -> None:
     assert seen == ["two", None]
     assert [len(c.kept) for c in outcome.choices] == [6, 5, 3]
     assert outcome.network.module.three.conv2.in_channels == 3
-
-
-@pytest.mark.parametrize("stop_at", [1, 3, 5])
-@pytest.mark.parametrize("solver", ["gram", "sgd"])
-@pytest.mark.parametrize("residual", [False, True])
-def test_going_on_from_any_edge_gives_the_same_network(
-    stop_at: int, solver: str, residual: bool
-) -> None:
-    network, images = _network(), _images()
-    target = "conv" if solver == "sgd" else "block"
-    settings = Selection(
-        rate=Fraction("0.5"),
-        positions=16,
-        losses=1,
-        solver=solver,
-        target=target,
-        prune_residual=residual,
-    )
-    fitted: list[int] = []
-
-    def fit_stage(module: nn.Module, pivot: str | None, number: int, is_fitted: bool):
-        if not is_fitted:
-            fitted.append(number)
-            with torch.no_grad():
-                module.one.conv1.weight.mul_(1.01)
-        return ()
-
-    whole = select(network, images, settings, fit_stage=fit_stage)
-    seen: list[Progress] = []
-
-    class Enough(Exception):
-        pass
-
-    def edge(progress: Progress) -> None:
-        weights = {k: v.clone() for k, v in progress.weights.items()}
-        seen.append(replace(progress, weights=weights))
-        if len(seen) == stop_at:
-            raise Enough
-
-    def goes_on_from(start: Progress) -> None:
-        rest = select(network, images, settings, fit_stage=fit_stage, start=start)
-        assert fitted == [0, 1]
-        assert rest.choices == whole.choices
-        wanted = whole.network.module.state_dict()
-        got = rest.network.module.state_dict()
-        assert all(torch.equal(wanted[k], got[k]) for k in wanted)
-        assert rest.network.cuts == whole.network.cuts
-
-    fitted.clear()
-    with pytest.raises(Enough):
-        select(network, images, settings, fit_stage=fit_stage, edge=edge)
-    goes_on_from(seen[-1])
-
-    # Stopped in the middle of a layer: the last edge still holds, without a copy of its weights.
-    seen.clear()
-    fitted.clear()
-    ticks: list[int] = []
-
-    def tick() -> None:
-        ticks.append(0)
-        if len(ticks) == 2 * stop_at:
-            raise Enough
-
-    with pytest.raises(Enough):
-        select(network, images, settings, fit_stage=fit_stage, edge=seen.append, tick=tick)
-    goes_on_from(seen[-1])
-
-
-class Gated(nn.Module):
-    """A gate on the inner channels (two readers, one after the other), and no norms."""
-
-    def __init__(self, *, in_place: bool) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.expand = nn.Conv2d(8, 12, 1)
-        self.reduce = nn.Conv2d(12, 4, 1)
-        self.restore = nn.Conv2d(4, 12, 1)
-        self.project = nn.Conv2d(12, 8, 1)
-        self.act = nn.SiLU(inplace=in_place)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.act(self.stem(x))
-        inner = self.act(self.expand(x))
-        gate = self.restore(self.act(self.reduce(inner.mean((2, 3), keepdim=True))))
-        y = self.project(inner * torch.sigmoid(gate))
-        y = y.add_(x) if self.act.inplace else y + x
-        return self.head(self.act(y).mean((2, 3)))
-
-
-def _gated(*, in_place: bool = False) -> Network:
-    torch.manual_seed(0)
-    return Network(Gated(in_place=in_place).eval(), Base("custom", "Gated", 5), SPEC)
-
-
-@pytest.mark.parametrize("solver", ["gram", "sgd"])
-def test_layers_that_work_in_place_change_nothing(solver: str) -> None:
-    """What is kept of a tensor is what it was when it was computed."""
-    target = "conv" if solver == "sgd" else "block"
-    settings = Selection(
-        rate=Fraction("0.5"), positions=16, solver=solver, target=target, prune_residual=True
-    )
-    plain = select(_gated(), _images(), settings)
-    same = select(_gated(in_place=True), _images(), settings)
-    assert plain.choices == same.choices
-    wanted, got = plain.network.module.state_dict(), same.network.module.state_dict()
-    assert all(torch.equal(wanted[k], got[k]) for k in wanted)
-
-
-def test_stopped_between_two_readers_of_a_gate_it_goes_on_from_before_both() -> None:
-    network, images = _gated(), _images()
-    settings = Selection(rate=Fraction("0.5"), positions=16, ridge=0.1)
-    whole = select(network, images, settings)
-    ticks: list[int] = []
-    select(network, images, settings, tick=lambda: ticks.append(0))
-
-    class Enough(Exception):
-        pass
-
-    for stop_at in range(1, len(ticks) + 1):
-        seen: list[Progress] = []
-        left = [stop_at]
-
-        def tick(left: list[int] = left) -> None:
-            left[0] -= 1
-            if not left[0]:
-                raise Enough
-
-        with pytest.raises(Enough):
-            select(network, images, settings, edge=seen.append, tick=tick)
-        rest = select(network, images, settings, start=seen[-1])
-        assert rest.choices == whole.choices
-        wanted, got = whole.network.module.state_dict(), rest.network.module.state_dict()
-        assert all(torch.equal(wanted[k], got[k]) for k in wanted), stop_at
-
-
-def test_going_on_after_a_group_that_stays_whole_gives_the_same_network() -> None:
-    network, images = _network(), _images()
-    settings = Selection(rate=Fraction("0.5"), rates={"one.*": Fraction(0)}, positions=16)
-    whole = select(network, images, settings)
-    seen: list[Progress] = []
-
-    def edge(progress: Progress) -> None:
-        seen.append(replace(progress, weights=copy.deepcopy(dict(progress.weights))))
-
-    select(network, images, settings, edge=edge)
-    for progress in seen:
-        rest = select(network, images, settings, start=progress)
-        wanted, got = whole.network.module.state_dict(), rest.network.module.state_dict()
-        assert all(torch.equal(wanted[k], got[k]) for k in wanted)
 
 
 class ChannelsLast(nn.Module):
@@ -537,7 +253,7 @@ def test_linear_layers_on_maps_are_solved_as_convs_of_one_tap(method: str) -> No
             )
         network = Network(module, Base("custom", "ChannelsLast", 5), SPEC)
         settings = Selection(rate=Fraction("0.5"), method=method, positions=256, target="conv")
-        (choice,) = select(network, _images(), settings).choices
+        (choice,) = select(network, noise(), settings).choices
         assert choice.group == "up"
         return choice.kept
 
@@ -556,13 +272,13 @@ def test_layers_too_wide_for_the_closed_form_are_named() -> None:
     assert too_wide(replace(half, method="l1"), groups, module) is None
     assert too_wide(replace(half, solver="sgd"), groups, module) is None
     network = Network(module.eval(), Base("custom", "Wide", 5), SPEC)
-    outcome = select(network, _images(), replace(half, method="l1"))
+    outcome = select(network, noise(), replace(half, method="l1"))
     assert outcome.network.module[3].in_features == 32 * 256
 
 
 def test_residual_groups_are_chosen_from_all_their_readers() -> None:
     """A channel that only the first block reads is kept, although the last one is blind to it."""
-    network, images = _network(), _images()
+    network, images = blocks(), noise()
     with torch.no_grad():
         for block in (network.module.two, network.module.three):
             block.conv1.weight[:, 3] = 0.0
@@ -576,12 +292,12 @@ def test_residual_groups_are_chosen_from_all_their_readers() -> None:
 
 def test_rates_by_pattern() -> None:
     settings = Selection(rate=Fraction("0.5"), rates={"one.*": Fraction(0)}, positions=16)
-    choices = {c.group: len(c.kept) for c in select(_network(), _images(), settings).choices}
+    choices = {c.group: len(c.kept) for c in select(blocks(), noise(), settings).choices}
     assert choices == {"one.conv1": 12, "two.conv1": 5, "three.conv1": 3}
 
 
 def test_orders_of_an_earlier_run_where_they_hold() -> None:
-    network, images = _network(), _images()
+    network, images = blocks(), noise()
     half = Selection(rate=Fraction("0.5"), positions=16)
     first = select(network, images, half)
     orders = {c.group: Recorded(c.units, c.order, c.losses, c.smallest) for c in first.choices}
@@ -600,7 +316,7 @@ def test_orders_of_an_earlier_run_where_they_hold() -> None:
 
 
 def test_the_heads_loss_alone_orders_by_it() -> None:
-    network, images = _network(), _images()
+    network, images = blocks(), noise()
     labels = torch.arange(8) % 5
 
     def loss(value: torch.Tensor) -> torch.Tensor:
@@ -617,10 +333,10 @@ def test_the_heads_loss_alone_orders_by_it() -> None:
 
 
 def test_head_sees_the_pivot_and_is_gone_afterwards() -> None:
-    network = _network().module
+    network = blocks().module
     head = new_head(8, 5, 0)
     both = WithHead(network, "one", head)
-    images = _images()[0]
+    images = noise()[0]
     ran: list[str] = []
     network.two.register_forward_hook(lambda *_: ran.append("two"))
     with both.attached():

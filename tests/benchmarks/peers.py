@@ -1,0 +1,260 @@
+"""Accuracy at equal MACs and equal updates: dcptool, torch-pruning, and dcptool's other methods.
+
+    python tests/benchmarks/peers.py CIFAR_DIR WEIGHTS_DIR RESULTS.jsonl [--network resnet56_a]
+        [--shares 1/2,1/3] [--updates 300,1500] [--seeds 0,1,2] [--batch-size 32] [--rows ...]
+
+All start from the same weights and cut the same groups (inner channels). torch-pruning and the
+other methods take one rate for all groups, the one whose MACs are next below the share; `dcptool`
+gets those MACs as --target-macs. All are trained by the loop of `dcptool finetune`, with and
+without distillation. The learning rate of every other row is chosen for its share, updates and
+distillation among --rates, on the images held out of train, with the first seed; dcptool has its
+default. After training the better of start and end stays, by the same images. Test images are
+looked at once, at the end.
+
+Appends a line for each training to RESULTS.jsonl and leaves out what is there, so that it can be
+stopped and started again. Then prints the table: mean error, spread over the seeds, and a paired
+comparison with dcptool over the test images (McNemar, both tails).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import tempfile
+import time
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+from methods import bits, mcnemar, read, right_of
+from torch import nn
+
+import dcptool
+from dcptool import console
+from dcptool.network import cost, models
+from dcptool.network.base import Network
+from dcptool.network.graph import build_graph
+from dcptool.selection.settings import Selection
+from dcptool.selection.stages import select
+from dcptool.selection.widths import at_rate, macs_of
+from dcptool.training.data import Data, DataSpec, open_data, samples
+from dcptool.training.loader import loader
+from dcptool.training.loop import Run, fit
+from dcptool.training.losses import cross_entropy, distill
+from dcptool.training.settings import LR_TRAINED, Training
+
+OURS = "dcptool"
+PEERS = ("tp-l1", "tp-bn-scale", "tp-group-norm", "tp-taylor")
+METHODS = ("l1", "thinet", "cp", "random")
+CALIBRATION = 512
+
+
+def main() -> None:
+    """Run what is missing, then print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cifar", type=Path)
+    parser.add_argument("weights", type=Path)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--network", default="resnet56_a")
+    parser.add_argument("--shares", default="1/2,1/3")
+    parser.add_argument("--updates", default="300,1500")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--rates", default="0.005,0.02,0.05", help="learning rates of other rows")
+    parser.add_argument("--rows", default=",".join([OURS, *PEERS, *METHODS]))
+    parser.add_argument("--kd", default="on,off")
+    given = parser.parse_args()
+    console.configure(quiet=True)
+    bench = Bench(given)
+    for updates in map(int, given.updates.split(",")):
+        for share in given.shares.split(","):
+            for row in given.rows.split(","):
+                for kd in given.kd.split(","):
+                    bench.row(row, share, updates, kd == "on")
+    table(read(given.results))
+
+
+class Bench:
+    """The conditions of all trainings, and the file that they are written to."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.file = given.weights / f"cifar10_{given.network}.safetensors"
+        self.seeds = [int(seed) for seed in given.seeds.split(",")]
+
+    def row(self, row: str, share: str, updates: int, kd: bool) -> None:
+        """Every seed of one row; the first one finds the learning rate."""
+        key = {
+            "network": self.given.network,
+            "batch_size": self.given.batch_size,
+            "share": share,
+            "updates": updates,
+            "row": row,
+            "kd": kd,
+        }
+        rates = [LR_TRAINED] if row == OURS else [float(x) for x in self.given.rates.split(",")]
+        found = [self.line({**key, "lr": lr, "seed": self.seeds[0]}) for lr in rates]
+        best = max(found, key=lambda line: line["val"])
+        for seed in self.seeds[1:]:
+            self.line({**key, "lr": best["lr"], "seed": seed})
+
+    def line(self, key: dict[str, Any]) -> dict[str, Any]:
+        """The result of one training, from the file or made now."""
+        for line in read(self.given.results):
+            if key.items() <= line.items():
+                return line
+        found = {**key, **self.run(key)}
+        with self.given.results.open("a") as stream:
+            stream.write(json.dumps(found) + "\n")
+        print(json.dumps({k: v for k, v in found.items() if k != "right"}), flush=True)
+        return found
+
+    def run(self, key: dict[str, Any]) -> dict[str, Any]:
+        """Cut, train, and look at the test images once."""
+        dense, data = self.open(key["seed"])
+        began = time.monotonic()
+        slim = self.cut(dense, data, key["row"], Fraction(key["share"]), key["seed"])
+        cut_s = time.monotonic() - began
+        start = right_of(slim, data.val)
+        trained = copy.deepcopy(slim)
+        teacher = dense.module if key["kd"] else None
+        self.train(trained, data, teacher, key["updates"], key["lr"], key["seed"])
+        end = right_of(trained, data.val)
+        last = trained if end.mean() >= start.mean() else slim
+        right = right_of(last, data.report)
+        return {
+            "macs": cost.count(slim, data.input.size).macs,
+            "val_start": round(100 * float(start.mean()), 2),
+            "val": round(100 * float(max(start.mean(), end.mean())), 2),
+            "top1": round(100 * float(right.mean()), 2),
+            "cut_s": round(cut_s, 1),
+            "seconds": round(time.monotonic() - began, 1),
+            "right": np.packbits(right).tobytes().hex(),
+        }
+
+    def open(self, seed: int) -> tuple[Network, Data]:
+        """The dense network and its images."""
+        network = models.load(f"zoo:{self.given.network}", checkpoint=self.file)
+        data = open_data(DataSpec(data_dir=self.given.cifar, seed=seed), network)
+        network.input = data.input
+        network.module.eval()
+        return network, data
+
+    def cut(self, dense: Network, data: Data, row: str, share: Fraction, seed: int) -> nn.Module:
+        """The slim network of one row, untrained."""
+        rate, macs = uniform(dense, share)
+        if row == OURS:
+            with tempfile.TemporaryDirectory() as folder:
+                document = dcptool.prune(
+                    f"zoo:{self.given.network}",
+                    checkpoint=self.file,
+                    data_dir=self.given.cifar,
+                    target_macs=macs,
+                    training=False,
+                    seed=seed,
+                    output=Path(folder) / "slim",
+                )
+                return dcptool.load(document["artifact"])
+        batches = list(loader(samples(data, CALIBRATION, seed), 64))
+        if row in PEERS:
+            return torch_pruning(dense, rate, batches, row)
+        settings = Selection(rate=rate, method=row, samples=CALIBRATION, seed=seed)
+        return select(dense, [x for x, _ in batches], settings).network.module
+
+    def train(
+        self,
+        module: nn.Module,
+        data: Data,
+        teacher: nn.Module | None,
+        updates: int,
+        lr: float,
+        seed: int,
+    ) -> None:
+        """The loop of `finetune` with its defaults."""
+        training = Training(steps=updates, lr=lr, batch_size=self.given.batch_size)
+        batches = loader(data.train, training.images_per_step, train=True, seed=seed)
+        loss = cross_entropy() if teacher is None else distill(teacher)
+        schedule = training.schedule(len(batches), fresh=False)
+        run = Run(optimizer=training.optimizer, seed=seed, channels_last="off")
+        fit(module, batches, [loss], schedule, run)
+
+
+def uniform(dense: Network, share: Fraction) -> tuple[Fraction, int]:
+    """The rate for all groups whose MACs are next below a share of the dense ones."""
+    graph = build_graph(dense.module, dense.input.size)
+    count = macs_of(dense, graph)
+    whole = cost.count(dense.module, dense.input.size).macs
+    for permille in range(1, 1000):
+        rate = Fraction(permille, 1000)
+        macs = count(at_rate(dense, graph, Selection(rate=rate, round_to=1)))
+        if macs <= share * whole * Fraction(1005, 1000):
+            return rate, int(macs)
+    raise SystemExit(f"no rate gives {share} of the MACs")
+
+
+def torch_pruning(dense: Network, rate: Fraction, batches: list, row: str) -> nn.Module:
+    """torch-pruning with one of its criteria, on the groups and counts of the rate."""
+    import torch_pruning as tp
+
+    module = copy.deepcopy(dense.module).eval()
+    graph = build_graph(dense.module, dense.input.size)
+    settings = Selection(rate=rate)
+    wanted = {
+        module.get_submodule(producer): 1 - (settings.kept(group) or 0) / len(group.units)
+        for group in settings.groups(graph)
+        for producer in group.producers
+    }
+    importance = {
+        "tp-l1": lambda: tp.importance.MagnitudeImportance(p=1),
+        "tp-bn-scale": tp.importance.BNScaleImportance,
+        "tp-group-norm": lambda: tp.importance.GroupMagnitudeImportance(p=2),
+        "tp-taylor": tp.importance.GroupTaylorImportance,
+    }[row]()
+    if row == "tp-taylor":
+        for x, y in batches:
+            F.cross_entropy(module(x), y).backward()
+    tp.pruner.BasePruner(
+        module,
+        batches[0][0][:1],
+        importance=importance,
+        pruning_ratio=0.0,
+        pruning_ratio_dict=wanted,
+    ).step()
+    module.zero_grad(set_to_none=True)
+    return module
+
+
+def table(lines: list[dict]) -> None:
+    """Markdown: mean error and spread over the seeds, pooled comparison with dcptool."""
+    print(
+        "| MACs | updates | row | distilled | lr | test error, % | spread | dcptool better, p | s |"
+    )
+    print("|---" * 9 + "|")
+    keys = dict.fromkeys((x["share"], x["updates"]) for x in lines)
+    for share, updates in sorted(keys):
+        here = [x for x in lines if (x["share"], x["updates"]) == (share, updates)]
+        ours = {x["seed"]: bits(x) for x in here if x["row"] == OURS and x["kd"]}
+        rows = []
+        for row, kd in dict.fromkeys((x["row"], x["kd"]) for x in here):
+            found = [x for x in here if (x["row"], x["kd"]) == (row, kd)]
+            lr = max(found, key=lambda x: (x["seed"] == found[0]["seed"], x["val"]))["lr"]
+            found = [x for x in found if x["lr"] == lr]
+            errors = np.array([100 - x["top1"] for x in found])
+            shared = [x for x in found if x["seed"] in ours]
+            p = ""
+            if (row, kd) != (OURS, True) and shared:
+                mine = np.concatenate([ours[x["seed"]] for x in shared])
+                p = f"{mcnemar(mine, np.concatenate([bits(x) for x in shared])):.2g}"
+            spread = f"{errors.std(ddof=1):.2f} ({len(errors)})" if len(errors) > 1 else ""
+            seconds = np.mean([x["seconds"] for x in found])
+            text = f"| {share} | {updates} | {row} | {'yes' if kd else 'no'} | {lr:g} "
+            text += f"| {errors.mean():.2f} | {spread} | {p} | {seconds:.0f} |"
+            rows.append((errors.mean(), text))
+        print("\n".join(text for _, text in sorted(rows)))
+
+
+if __name__ == "__main__":
+    main()
