@@ -172,13 +172,18 @@ class Bench:
         updates: int,
         lr: float,
         seed: int,
+        norms: str = "train",
+        kd: float = 0.5,
+        temperature: float = 2.0,
     ) -> None:
         """The loop of `finetune` with its defaults."""
         training = Training(steps=updates, lr=lr, batch_size=self.given.batch_size)
         batches = loader(data.train, training.images_per_step, train=True, seed=seed)
-        loss = cross_entropy() if teacher is None else distill(teacher)
+        loss = cross_entropy()
+        if teacher is not None and kd:
+            loss = distill(teacher, weight=kd, temperature=temperature)
         schedule = training.schedule(len(batches), fresh=False)
-        run = Run(optimizer=training.optimizer, seed=seed, channels_last="off")
+        run = Run(optimizer=training.optimizer, seed=seed, channels_last="off", norms=norms)
         fit(module, batches, [loss], schedule, run)
 
 
