@@ -43,7 +43,10 @@ class Counted:
 
 def plan_cost(graph: ChannelGraph, module: nn.Module, dead: set[int] | None = None) -> Cost:
     """Cost of the network without the `dead` units, without building anything."""
-    gone = np.fromiter(dead or (), dtype=np.int64)
+    dead = dead or set()
+    # The last place stands for all units beyond the table, and for negative ones, which are none.
+    gone = np.zeros(max(dead, default=-1) + 2, dtype=bool)
+    gone[list(dead)] = True
     by_site: dict[str, tuple[int, int]] = {}
     owned = 0
     for site in graph.sites.values():
@@ -58,8 +61,8 @@ def plan_cost(graph: ChannelGraph, module: nn.Module, dead: set[int] | None = No
 def _site_cost(site: Site, module: nn.Module, gone: np.ndarray) -> tuple[int, int, int]:
     """Params as they are, and params and MACs without what is gone."""
     outputs, inputs = len(site.outputs), len(site.inputs)
-    kept_out = int((~np.isin(site.outputs, gone)).sum())
-    kept_in = int((~np.isin(site.inputs, gone)).sum())
+    kept_out = int((~gone[np.clip(site.outputs, -1, len(gone) - 1)]).sum())
+    kept_in = int((~gone[np.clip(site.inputs, -1, len(gone) - 1)]).sum())
     owner, _, leaf = site.name.rpartition(".")
     if site.kind == "parameter":
         tensor = getattr(module.get_submodule(owner), leaf)
