@@ -17,6 +17,11 @@ from torch import Tensor
 from dcptool.errors import GateFailed
 
 RIDGE = 1e-4
+# The strongest ridge that a refit tries; with it weights hardly move.
+MOST_RIDGE = 10.0
+# Share by which a weaker ridge may err more. What a refit mends adds up over layers, the noise that
+# it takes in does not.
+RIDGE_SLACK = 0.005
 
 
 @dataclass
@@ -24,7 +29,8 @@ class Moments:
     """Second moments of one layer: inputs (p x p), inputs with targets (p x n), target energy.
 
     The last column is the constant 1, so that a bias is fitted too. `unit` names the unit of
-    each column; -1 is never removed.
+    each column; -1 is never removed. `half` holds the same of one half of the images, where it was
+    taken, so that what is solved on one half can be tried on the other.
     """
 
     s: Tensor
@@ -32,6 +38,7 @@ class Moments:
     energy: Tensor
     unit: Tensor
     rows: int = 0
+    half: Moments | None = None
 
     @staticmethod
     def empty(unit: Tensor, outputs: int) -> Moments:
@@ -55,7 +62,21 @@ class Moments:
     def mean(self) -> Moments:
         """Divided by the number of rows."""
         n = max(self.rows, 1)
-        return Moments(self.s / n, self.c / n, self.energy / n, self.unit, self.rows)
+        half = self.half.mean() if self.half is not None else None
+        return Moments(self.s / n, self.c / n, self.energy / n, self.unit, self.rows, half)
+
+    def other_half(self) -> Moments:
+        """Mean moments of the images that are not in `half`."""
+        assert self.half is not None
+        rows = self.rows - self.half.rows
+        whole, part = self.rows / rows, self.half.rows / rows
+        return Moments(
+            whole * self.s - part * self.half.s,
+            whole * self.c - part * self.half.c,
+            whole * self.energy - part * self.half.energy,
+            self.unit,
+            rows,
+        )
 
     @property
     def variance(self) -> float:
@@ -295,7 +316,36 @@ def refit(
     return weights
 
 
-def error(moments: Moments, weights: Tensor) -> float:
-    """Mean squared error, summed over outputs, of given weights."""
-    fitted = (weights * (moments.s @ weights)).sum()
-    return float(moments.energy.sum() - 2 * (moments.c * weights).sum() + fitted)
+def best_ridge(
+    moments: Moments, kept: Tensor, toward: Tensor, scale: Tensor, weakest: float = RIDGE
+) -> float:
+    """The weakest ridge whose weights, solved on half of the images, do well on the other half.
+
+    `scale` says how much an error of each output counts. How far a layer may trust what it saw
+    differs by orders of magnitude: a wide classifier is ruined by what suits a narrow conv.
+    """
+    if moments.half is None or not 0 < moments.half.rows < moments.rows:
+        return weakest
+    one, two = moments.half, moments.other_half()
+
+    def loss(ridge: float) -> float:
+        # Rounding makes an error of nothing negative.
+        return sum(
+            max(0.0, error(other, refit(own, kept, ridge=ridge, toward=toward), scale))
+            for own, other in ((one, two), (two, one))
+        )
+
+    found = {weakest: loss(weakest)}
+    ridge = weakest
+    while ridge * 10 <= MOST_RIDGE * 1.001 and found[ridge] <= min(found.values()):
+        ridge *= 10
+        found[ridge] = loss(ridge)
+    enough = (1 + RIDGE_SLACK) * min(found.values())
+    return next((ridge for ridge, value in found.items() if value <= enough), weakest)
+
+
+def error(moments: Moments, weights: Tensor, scale: Tensor | None = None) -> float:
+    """Mean squared error, summed over outputs, of given weights; `scale` weighs the outputs."""
+    fitted = (weights * (moments.s @ weights)).sum(0)
+    each = moments.energy - 2 * (moments.c * weights).sum(0) + fitted
+    return float(each.sum() if scale is None else (each * scale**2).sum())

@@ -38,6 +38,10 @@ from dcptool.selection.targets import Target, find_target, invert, norm_scale
 # to end the work.
 Tick = Callable[[], None]
 
+Pair = tuple[Tensor, Tensor]
+# A block of rows costs a matrix of columns x columns to add, however few they are.
+ROWS_AT_ONCE = 2048
+
 
 def nothing() -> None:
     """Go on."""
@@ -161,12 +165,36 @@ class Probe:
     def moments(self, name: str, group: Group | None) -> Moments:
         """Moments of one layer of the present segment; units are indices into the group."""
         layer: Any = self.current.get_submodule(name)
-        moments = Moments.empty(self.units(name, group), len(self.graph.sites[name].outputs))
-        for rows, targets in self._rows(name, layer):
-            moments.add(rows, targets)
-        self._sum(moments.s, moments.c, moments.energy)
-        moments.rows = self._total(moments.rows)
-        return moments.mean()
+        units, outputs = self.units(name, group), len(self.graph.sites[name].outputs)
+        halves = Moments.empty(units, outputs), Moments.empty(units, outputs)
+        waiting: tuple[list[Pair], list[Pair]] = [], []
+        for number, rows, targets in self._rows(name, layer):
+            cut = self._first_half(number, len(rows))
+            waiting[0].append((rows[:cut], targets[:cut]))
+            waiting[1].append((rows[cut:], targets[cut:]))
+            if sum(len(pair[0]) for pair in waiting[0]) >= ROWS_AT_ONCE:
+                _take(halves, waiting)
+        _take(halves, waiting)
+        for moments in halves:
+            self._sum(moments.s, moments.c, moments.energy)
+            moments.rows = self._total(moments.rows)
+        first, second = halves
+        second.s += first.s
+        second.c += first.c
+        second.energy += first.energy
+        second.rows += first.rows
+        second.half = first
+        return second.mean()
+
+    def _first_half(self, batch: int, rows: int) -> int:
+        """How many rows of a batch are of the first half of its images, whoever holds them."""
+        rank, world, images = (
+            self.samples.dist.rank,
+            self.samples.dist.world,
+            self.samples.sizes[batch],
+        )
+        mine = len(range(rank, images, world))
+        return rows * len(range(rank, images // 2, world)) // max(mine, 1)
 
     def _sum(self, *tensors: Tensor) -> None:
         """Add tensors up over all processes, in place."""
@@ -221,7 +249,7 @@ class Probe:
         dim = output.dim() - 1 if linear else 1
         return output.index_select(dim, torch.tensor(kept, device=output.device))
 
-    def _rows(self, name: str, layer: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    def _rows(self, name: str, layer: nn.Module) -> Iterator[tuple[int, Tensor, Tensor]]:
         """What a layer reads now and what it should give, at the same positions."""
         if not self._is_dense_ahead:
             self._aim()
@@ -242,7 +270,7 @@ class Probe:
                     scale, shift = norm_scale(self.current, target.norm, aim.shape[1])
                     other = values_at(now[target.other], at, tokens=self._has_tokens(node))
                     aim = invert(aim - other, scale, shift)
-                yield rows_at(layer, now[source], at), aim
+                yield number, rows_at(layer, now[source], at), aim
 
     def zeros(self, name: str, group: Group) -> Tensor | None:
         """Share of zeros of each unit where `name` reads it; None if the activation has none."""
@@ -358,3 +386,11 @@ class Probe:
                     self.samples.dist.broadcast_tensors([after.running_mean])
             given = [layer.weight, *([layer.bias] if isinstance(layer.bias, Tensor) else [])]
             self.samples.dist.broadcast_tensors(given)
+
+
+def _take(halves: tuple[Moments, Moments], waiting: tuple[list[Pair], list[Pair]]) -> None:
+    """Add the rows that wait to their moments."""
+    for moments, pairs in zip(halves, waiting, strict=True):
+        if pairs:
+            moments.add(torch.cat([rows for rows, _ in pairs]), torch.cat([t for _, t in pairs]))
+        pairs.clear()

@@ -21,7 +21,7 @@ from dcptool.network.base import Cut, Network
 from dcptool.network.graph import Group, build_graph
 from dcptool.selection.chain import Chain, build_chain
 from dcptool.selection.choice import Choice, Edge, Report, unsolvable, whole
-from dcptool.selection.gram import Moments, Ranking, refit, relative
+from dcptool.selection.gram import Moments, Ranking, best_ridge, refit, relative
 from dcptool.selection.greedy import LossAt, Sgd, choose
 from dcptool.selection.joint import metric, weigh
 from dcptool.selection.limits import MOST_COLUMNS, is_looped
@@ -34,6 +34,7 @@ from dcptool.selection.settings import Selection, stop_by_epsilon
 from dcptool.selection.store import Room
 from dcptool.selection.widths import nearest
 
+# A layer that has lost no input is mended only where it is sure.
 READER_RIDGE = 1e-2
 
 
@@ -129,8 +130,8 @@ class Stage:
                     decides = any(self._goes(group) for group in groups)
                     if not decides and changed and self.refits and self._solves(name):
                         touched = bool((~self._kept_columns(name)).any())
-                        ridge = self.settings.ridge if touched else READER_RIDGE
-                        self._refit(name, None, ridge=ridge)
+                        weakest = self.settings.ridge if touched else READER_RIDGE
+                        self._refit(name, None, weakest)
                 if place + 1 < len(self.chain.segments):
                     self.probe.advance()
         return self.removed
@@ -256,7 +257,7 @@ class Stage:
                 if stale:
                     with self.probe.undisturbed():
                         moments[name] = self.probe.moments(name, group)
-                self._refit(name, moments[name], ridge=self.settings.ridge)
+                self._refit(name, moments[name], self.settings.ridge)
                 solved.append(name)
             else:
                 self._mask(name)
@@ -386,12 +387,13 @@ class Stage:
         kept = stop_by_epsilon(ranking.losses, self.settings.epsilon)
         return nearest(len(group.units), kept, self.settings.round_to), "epsilon"
 
-    def _refit(self, name: str, moments: Moments | None, *, ridge: float) -> None:
-        """Solve a reader anew for the columns that are left, near its present weights."""
+    def _refit(self, name: str, moments: Moments | None, weakest: float) -> None:
+        """Solve a reader anew for the columns that are left, as near its weights as pays."""
         moments = moments or self.probe.moments(name, None)
         kept = self._kept_columns(name)
         kept[-1] = self.probe.has_bias(name)
         toward = self.probe.weights(name)
+        ridge = best_ridge(moments, kept, toward, self.probe.output_weights(name), weakest)
         self.probe.write(name, refit(moments, kept, ridge=ridge, toward=toward))
 
     def _kept_columns(self, name: str) -> Tensor:

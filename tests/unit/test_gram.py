@@ -271,3 +271,64 @@ def test_errors_count_as_the_metric_says() -> None:
     explained = float((turned.c * solved).sum())
     energy = float(((t @ omega) * t).sum() / len(u))
     assert energy - explained == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "noise"), [(40, 30.0), (400, 1.0), (400, 0.01)])
+def test_the_ridge_is_the_weakest_that_does_well_on_the_other_half(rows: int, noise: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    u = torch.randn(rows, 12, generator=draw, dtype=torch.float64)
+    own = torch.randn(13, 3, generator=draw, dtype=torch.float64)
+    ones = torch.ones(rows, 1, dtype=torch.float64)
+    t = torch.cat([u, ones], 1) @ own + noise * torch.randn(rows, 3, generator=draw).double()
+    start = own + 0.3 * torch.randn(13, 3, generator=draw).double()
+    scale = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+    cut = rows // 2 - 3
+    whole, half = (gram.Moments.empty(torch.arange(12), 3) for _ in range(2))
+    whole.add(u, t)
+    half.add(u[:cut], t[:cut])
+    whole.half = half
+    moments = whole.mean()
+    rest = gram.Moments.empty(torch.arange(12), 3)
+    rest.add(u[cut:], t[cut:])
+    assert torch.allclose(moments.other_half().s, rest.mean().s)
+    assert torch.allclose(moments.other_half().c, rest.mean().c)
+
+    def solved(rows_of: slice, ridge: float) -> torch.Tensor:
+        a, b = torch.cat([u, ones], 1)[rows_of], t[rows_of]
+        penalty = ridge * float((a[:, :-1] ** 2).mean()) * len(a) * torch.eye(13).double()
+        penalty[-1, -1] = 0.0
+        return torch.linalg.solve(a.T @ a + penalty, a.T @ b + penalty @ start)
+
+    def loss(ridge: float) -> float:
+        first, second = slice(0, cut), slice(cut, None)
+        design = torch.cat([u, ones], 1)
+        return sum(
+            float((((design[b] @ solved(a, ridge) - t[b]) * scale) ** 2).sum(1).mean())
+            for a, b in ((first, second), (second, first))
+        )
+
+    kept = torch.ones(13, dtype=torch.bool)
+    found = gram.best_ridge(moments, kept, start, scale)
+    tried = [1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0]
+    enough = 1.005 * min(loss(ridge) for ridge in tried)
+    assert found == pytest.approx(next(ridge for ridge in tried if loss(ridge) <= enough))
+    assert gram.best_ridge(rest.mean(), kept, start, scale) == gram.RIDGE
+
+
+def test_noise_asks_for_a_stronger_ridge() -> None:
+    """The chosen ridge is no constant: it follows what the rows can tell."""
+    found = []
+    for noise in (0.01, 30.0):
+        draw = torch.Generator().manual_seed(1)
+        u = torch.randn(60, 12, generator=draw)
+        own = torch.randn(12, 3, generator=draw)
+        t = u @ own + noise * torch.randn(60, 3, generator=draw)
+        whole, half = (gram.Moments.empty(torch.arange(12), 3) for _ in range(2))
+        whole.add(u, t)
+        half.add(u[:30], t[:30])
+        whole.half = half
+        start = torch.cat([own, torch.zeros(1, 3)]).double()
+        start += 0.1 * torch.randn(13, 3, generator=draw)
+        kept = torch.ones(13, dtype=torch.bool)
+        found.append(gram.best_ridge(whole.mean(), kept, start, torch.ones(3).double()))
+    assert found[0] < found[1]
