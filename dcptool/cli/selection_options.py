@@ -186,7 +186,7 @@ selection_options = packed(
     click.option(
         "--positions",
         type=click.IntRange(1),
-        default=64,
+        default=128,
         show_default=True,
         help="Random positions of each feature map that enter the solution.",
     ),

@@ -232,7 +232,7 @@ def _pruning(
         columns = max(
             (modules[name].weight[0].numel() for name in group.consumers), default=group.channels
         )
-        rows = samples * min(params["positions"], 64)
+        rows = samples * min(params["positions"], 128)
         solving = 2 * rows * columns**2 + 4 * columns**3
         total += solving / speed.flops
     return float(total + WALKS * samples * speed.forward)

@@ -30,7 +30,7 @@ from dcptool.selection.gram import Moments
 from dcptool.selection.greedy import Joint, LossAt
 from dcptool.selection.limits import MOST_COLUMNS, columns_of
 from dcptool.selection.samples import Samples
-from dcptool.selection.store import Room, Store
+from dcptool.selection.store import Room, Store, give_back
 from dcptool.selection.tail import build_tail
 from dcptool.selection.targets import Target, find_target, invert, norm_scale
 
@@ -108,6 +108,7 @@ class Probe:
             self._go_on(self.dense, self.dense_features)
         self._go_on(self.current, self.current_features)
         self._forget()
+        give_back()
         self.place += 1
 
     def _go_on(self, root: nn.Module, store: Store) -> None:
@@ -143,6 +144,7 @@ class Probe:
                 at = self._positions(node, number, draws[node])
                 self._aims[node].add(values_at(values[source], at, tokens=self._has_tokens(node)))
             self.dense_features.replace(number, values[self.segment.output])
+        give_back()
         self._is_dense_ahead = True
 
     def _draw(self) -> torch.Generator:

@@ -58,7 +58,7 @@ class Selection:
     score: str = "rise"
     discrimination: float = 1.0
     samples: int | None = 512
-    positions: int = 64
+    positions: int = 128
     scope: str = "paper"
     prune_residual: bool = False
     keep: tuple[str, ...] = ()
