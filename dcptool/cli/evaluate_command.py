@@ -37,7 +37,10 @@ from dcptool.errors import GateFailed, UsageError
     help="Which images; auto is test where there is one, else val.",
 )
 @click.option(
-    "-b", "--batch-size", type=click.IntRange(1), default=128, show_default=True, help="Images."
+    "-b",
+    "--batch-size",
+    type=click.IntRange(1),
+    help="Images at once.  [default: 256, fewer of large ones on a CPU]",
 )
 @click.option("--per-class", is_flag=True, help="The accuracy of every class as well.")
 @click.option(
@@ -52,7 +55,7 @@ def command(
     data: dict[str, Any],
     protocol: str,
     split: str,
-    batch_size: int,
+    batch_size: int | None,
     per_class: bool,
     min_top1: float | None,
     device: str | None,
@@ -170,13 +173,13 @@ def _verify(
     folder: Path | None,
     model: dict[str, Any],
     device: str,
-    batch_size: int,
+    batch_size: int | None,
     *,
     as_json: bool,
 ) -> None:
     """Ten-fold verification of faces."""
     from dcptool.network import artifact
-    from dcptool.training.verification import LAYOUT, verify
+    from dcptool.training.verification import BATCH_SIZE, LAYOUT, verify
 
     if folder is None:
         raise UsageError("--protocol lfw needs --data-dir", try_=LAYOUT)
@@ -187,7 +190,7 @@ def _verify(
             try_="dcptool evaluate ARTIFACT --protocol lfw --data-dir DIR",
         )
     network = artifact.open_target(target, **model)
-    found = verify(network, folder, device=device, batch_size=batch_size)
+    found = verify(network, folder, device=device, batch_size=batch_size or BATCH_SIZE)
     document: dict[str, object] = {
         "target": target,
         "protocol": "lfw",

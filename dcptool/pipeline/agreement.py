@@ -20,9 +20,6 @@ from dcptool.training.evaluate import predictor
 from dcptool.training.loader import Batches, ImageSet, loader
 from dcptool.training.norms import reestimate_norms
 
-# Small, because the first maps of a network at 224 px take 5 MB and more for each image.
-BATCH = 64
-
 
 @dataclass(frozen=True)
 class Agreement:
@@ -53,7 +50,7 @@ def agree(
     """Compare the answers of two networks."""
     found = torch.zeros(3, dtype=torch.float64, device=device)
     dense, slim = dense.to(device), slim.to(device)
-    for batch, _ in loader(images, BATCH, workers=workers, device=device, dist=dist):
+    for batch, _ in loader(images, workers=workers, device=device, dist=dist):
         wanted, given = predictor(dense)(batch), predictor(slim)(batch)
         found[0] += (wanted.argmax(1) == given.argmax(1)).sum()
         found[1] += _divergence(wanted, given).sum()
@@ -88,7 +85,7 @@ def settle(
     """
     dense, slim, tried = dense.to(device), slim.to(device), tried.to(device)
     found = torch.zeros(4, dtype=torch.float64, device=device)
-    for batch, _ in loader(images, BATCH, workers=workers, device=device, dist=dist):
+    for batch, _ in loader(images, workers=workers, device=device, dist=dist):
         wanted = predictor(dense)(batch)
         before, after = (_divergence(wanted, predictor(each)(batch)) for each in (slim, tried))
         gain = before - after

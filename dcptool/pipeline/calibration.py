@@ -14,13 +14,10 @@ from dcptool.pipeline.job import Job
 from dcptool.selection.enough import enough
 from dcptool.training.data import Data, samples
 from dcptool.training.dist import Dist
-from dcptool.training.loader import ImageSet, loader
+from dcptool.training.loader import ImageSet, at_once, loader
 
 FEWEST_SAMPLES = 64
 MOST_SAMPLES = 4096
-# 16 images at 224 px: maps of larger batches are given back to the system after every layer and
-# asked for again page by page, which took half of the time.
-PIXELS_AT_ONCE = 16 * 224 * 224
 
 
 def images_for(network: Network, data: Data, job: Job, dist: Dist) -> ImageSet:
@@ -54,9 +51,8 @@ def may_mirror(data: Data) -> bool:
 
 def batches_of(chosen: ImageSet, job: Job, dist: Dist) -> list[tuple[Tensor, Tensor]]:
     """Batches of which every process gets a row: one that is too small joins the one before."""
-    height, width = chosen.input.size[1:]
-    at_once = max(min(job.batch_size, PIXELS_AT_ONCE // (height * width)), dist.world)
-    batches = list(loader(chosen, at_once, workers=job.workers))
+    size = max(at_once(chosen, job.device, job.batch_size), dist.world)
+    batches = list(loader(chosen, size, workers=job.workers))
     if len(batches) > 1 and len(batches[-1][0]) < dist.world:
         (images, labels), (more, others) = batches[-2:]
         return [*batches[:-2], (torch.cat([images, more]), torch.cat([labels, others]))]

@@ -36,7 +36,6 @@ from dcptool.training.norms import reestimate_norms
 from dcptool.training.schedule import Schedule
 from dcptool.training.settings import Training
 
-EVALUATION_BATCH = 256
 CHECKPOINTS = "checkpoints"
 
 
@@ -189,7 +188,7 @@ def _accuracy(
     title: str,
     stop: Callable[[], bool] | None = None,
 ) -> Accuracy:
-    batches = loader(images, EVALUATION_BATCH, workers=job.workers, dist=dist, device=job.device)
+    batches = loader(images, workers=job.workers, dist=dist, device=job.device)
     predict = predictor(module, amp=job.amp)
     return evaluate(
         predict, batches, num_classes, per_class=stop is None, dist=dist, title=title, stop=stop

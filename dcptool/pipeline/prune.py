@@ -45,7 +45,6 @@ from dcptool.training.evaluate import Accuracy, evaluate, predictor
 from dcptool.training.loader import ImageSet, loader
 
 DENSE_WEIGHTS = "dense.safetensors"
-EVALUATION_BATCH = 64
 
 
 def check(
@@ -322,9 +321,7 @@ def fingerprint(network: Network, data: Data, job: Job, dist: Dist) -> dict[str,
 def _top1(module: nn.Module, data: Data, job: Job, dist: Dist) -> Accuracy | None:
     if not data.labelled:
         return None
-    batches = loader(
-        data.report, EVALUATION_BATCH, workers=job.workers, dist=dist, device=job.device
-    )
+    batches = loader(data.report, workers=job.workers, dist=dist, device=job.device)
     predict = predictor(module.to(job.device), amp=job.amp)
     found = evaluate(
         predict, batches, len(data.classes), per_class=True, dist=dist, title="accuracy"

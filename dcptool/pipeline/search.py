@@ -34,7 +34,6 @@ SEARCH_FILE = "search.json"
 TRIALS = 6
 # The search ends when the smallest that holds and the largest that fails are this close.
 CLOSE = 1.08
-EVALUATION_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def _try(
 
 def _top1(network: Network, data: Data, job: Job, dist: Dist) -> float:
     """Accuracy on the images that choose, never on those that report."""
-    batches = loader(data.val, EVALUATION_BATCH, workers=job.workers, dist=dist, device=job.device)
+    batches = loader(data.val, workers=job.workers, dist=dist, device=job.device)
     predict = predictor(network.module.to(job.device), amp=job.amp)
     found = evaluate(predict, batches, len(data.classes), dist=dist, title="validation")
     network.module.cpu()

@@ -22,6 +22,7 @@ from dcptool.network.base import Input, Network
 from dcptool.training import images
 from dcptool.training.angular import classifier_of, seen_by
 
+BATCH_SIZE = 64
 PAIRS = "pairs.txt"
 SUFFIXES = (".jpg", ".png", ".jpeg", ".bmp")
 LAYOUT = "DIR/pairs.txt and DIR/NAME/NAME_0001.jpg, faces aligned and of the network's size"
@@ -172,7 +173,9 @@ def best_threshold(scores: np.ndarray, same: np.ndarray) -> float:
     return float((ordered[cut - 1] + ordered[cut]) / 2)
 
 
-def verify(network: Network, root: Path, *, device: str = "cpu", batch_size: int = 64) -> Verified:
+def verify(
+    network: Network, root: Path, *, device: str = "cpu", batch_size: int = BATCH_SIZE
+) -> Verified:
     """LFW verification of a network on a folder of aligned faces."""
     pairs = read_pairs(root)
     paths = sorted({path for pair in pairs for path in (pair.left, pair.right)})
