@@ -205,7 +205,7 @@ selection_options = packed(
     click.option(
         "--cache-gb",
         type=click.FloatRange(0),
-        default=2.0,
+        default=1.0,
         show_default=True,
         help="Features above this much memory go to disk.",
     ),

@@ -64,7 +64,7 @@ class Selection:
     keep: tuple[str, ...] = ()
     losses: int | None = None
     ridge: float = 1e-4
-    cache_gb: float = 2.0
+    cache_gb: float = 1.0
     batch_size: int = 64
     seed: int = 0
     reuse: Mapping[str, Recorded] = field(default_factory=dict)

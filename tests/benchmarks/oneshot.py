@@ -111,7 +111,7 @@ def run(given: argparse.Namespace, name: str, count: int, rate: str, row: str) -
     held = max(2, len(chosen) // 10)
     fit = chosen.subset(order[held:].sort().values.numpy(), "samples")
     choosing, reporting = halves(chosen.subset(order[:held].sort().values.numpy(), "held out"))
-    batches = list(loader(fit, 64))
+    batches = list(loader(fit))
     images = [x for x, _ in batches]
     mirrored = [*images, *[x.flip(3) for x in images]]
     began = time.monotonic()
@@ -136,7 +136,7 @@ def run(given: argparse.Namespace, name: str, count: int, rate: str, row: str) -
     seconds = time.monotonic() - began
     answer = agree(network.module, slim, reporting)
     predict = predictor(slim)
-    right = torch.cat([predict(x).argmax(1) == y for x, y in loader(data.report, 64)])
+    right = torch.cat([predict(x).argmax(1) == y for x, y in loader(data.report)])
     return {
         "top1": round(100 * float(right.float().mean()), 2),
         "agreement": round(answer.top1, 2),
