@@ -48,6 +48,9 @@ def new_run(option: Path | None, stem: str) -> Path:
     taken = [entry.name for entry in folder.iterdir() if entry.name.startswith(f"{stem}-")]
     numbers = [int(name[len(stem) + 1 :]) for name in taken if name[len(stem) + 1 :].isdigit()]
     number = max(numbers, default=0)
+    for one in numbers:
+        # A run that was killed before its first file was whole is not gone on with: this one is.
+        files.sweep(folder / f"{stem}-{one:03d}")
     while True:
         number += 1
         path = folder / f"{stem}-{number:03d}"

@@ -16,6 +16,7 @@ import pytest
 
 from dcptool import files
 from dcptool.errors import DcptoolError, EnvironmentFault, InputError, UsageError
+from dcptool.pipeline import rundir
 
 OLD, NEW = b"old" * 1000, b"new" * 2000
 CALLS = ("open", "write", "fstat", "close", "fsync", "fchmod", "rename", "unlink", "symlink")
@@ -301,6 +302,17 @@ def test_only_own_stale_temps_are_removed(tmp_path):
     assert not stale.exists()
     assert folder.is_dir()
     assert all((tmp_path / name).read_bytes() == OLD for name in kept)
+
+
+def test_a_new_run_cleans_up_after_one_that_left_no_whole_file(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    first = rundir.new_run(tmp_path, "net")
+    stale = first / f".dcptool-{files._NODE}-{dead.pid}-0123456789ab.tmp"
+    stale.write_bytes(OLD)
+    (first / "notes.txt").write_bytes(OLD)
+    assert rundir.new_run(tmp_path, "net").name == "net-002"
+    assert [path.name for path in first.iterdir()] == ["notes.txt"]
 
 
 def test_make_folder_proves_that_it_can_be_written(tmp_path, monkeypatch):
