@@ -64,7 +64,12 @@ class Forked:
 
     def err(self) -> str:
         """What it said so far."""
-        return (self.folder / f"{self.pid}.err").read_text(errors="replace")
+        return self._said("err")
+
+    def _said(self, stream: str) -> str:
+        path = self.folder / f"{self.pid}.{stream}"
+        # One that is killed in its first moment has not opened its streams yet.
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def wait(self, timeout: float = 120) -> Ended:
         """Wait for its end; one that takes longer is killed, and that is a failure."""
@@ -72,8 +77,7 @@ class Forked:
         seconds = time.monotonic() - self.began
         if answer["late"]:
             raise AssertionError(f"still there after {timeout} s: {self.err()[-2000:]}")
-        out = (self.folder / f"{self.pid}.out").read_text(errors="replace")
-        return Ended(answer["code"], out, self.err(), seconds, answer["peak_kib"] << 10)
+        return Ended(answer["code"], self._said("out"), self.err(), seconds, answer["peak_kib"] << 10)
 
 
 class Server:
