@@ -77,7 +77,9 @@ class Forked:
         seconds = time.monotonic() - self.began
         if answer["late"]:
             raise AssertionError(f"still there after {timeout} s: {self.err()[-2000:]}")
-        return Ended(answer["code"], self._said("out"), self.err(), seconds, answer["peak_kib"] << 10)
+        return Ended(
+            answer["code"], self._said("out"), self.err(), seconds, answer["peak_kib"] << 10
+        )
 
 
 class Server:
