@@ -14,8 +14,9 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from dcptool.report.labels import LETTER_WIDTH, LINE_HEIGHT, Box, free_place, mark_at
+
 MOST_POINTS = 160
-NAME_WIDTH = 180
 STYLE = Path(__file__).with_name("charts.css")
 
 
@@ -32,12 +33,16 @@ class Bar:
 
 @dataclass(frozen=True)
 class Curve:
-    """One line; `points` are x, y. `mark` is a point to be seen, with its text."""
+    """One line; `points` are x, y. `mark` is a point to be seen, with its text.
+
+    A line with the role `dense` or `slim` has that network's colour, as in all other charts.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
     mark: tuple[float, float] | None = None
     tip: str = ""
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,13 +57,15 @@ class Band:
 
 def bars(items: Sequence[Bar], bands: Sequence[Band], *, title: str) -> Markup:
     """Widths before and after in forward order, and below them the share that was removed."""
-    left, top, tall, low = 52, 34, 170, 90
+    left, top, tall, low = 52, 58 if bands else 36, 170, 90
     step = min(max(940 // max(len(items), 1), 15), 34)
-    width = left + step * len(items) + 12
+    keys = [("dense", "dense"), ("slim", "slim"), ("locked", "not open to pruning")]
+    keys += [("gone", "removed"), *([("head", "head of a stage")] if bands else [])]
+    width = max(left + step * len(items) + 12, _keys_width(keys, left))
     height = top + tall + 24 + low + 122
     most = max([1.0, *(item.before for item in items)])
     base, ground = top + tall, top + tall + 24 + low
-    out = [_open(width, height, title)]
+    out = [_open(width, height, title), *_keys(keys, left)]
     for number, band in enumerate(bands):
         x = left + step * band.first
         wide = step * (band.last - band.first + 1)
@@ -115,6 +122,7 @@ def curves(
     width: int = 560,
     height: int = 260,
     counts: bool = False,
+    y_limits: tuple[float, float] | None = None,
 ) -> Markup:
     """Lines over one pair of axes; with `counts` the axis below has whole numbers alone."""
     points = [p for line in lines for p in line.points]
@@ -123,7 +131,7 @@ def curves(
     left, right, bottom = 66, 12, 40
     top = 32 if len(lines) > 1 else 14
     x0, x1 = _range([x for x, _ in points])
-    y0, y1 = _range([y for _, y in points])
+    y0, y1 = y_limits or _range([y for _, y in points])
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = left + (width - left - right) * (x - x0) / (x1 - x0)
@@ -132,21 +140,22 @@ def curves(
     out = [_open(width, height, title)]
     out += _axes(place, (x0, x1), (y0, y1), (x_name, y_name), 1.0 if counts else 0.0)
     for number, line in enumerate(lines):
+        kind = _kind(line, number)
         shown = [place(x, y) for x, y in thin(line.points)]
         text = " ".join(f"{x:.1f},{y:.1f}" for x, y in shown)
         out.append(
             Markup(
-                '<polyline class="line line{n}" tabindex="0" data-tip="{t}" points="{p}">'
+                '<polyline class="{k}" tabindex="0" data-tip="{t}" points="{p}">'
                 "<title>{t}</title></polyline>"
-            ).format(n=number % 4, t=line.tip or line.name, p=text)
+            ).format(k=kind, t=line.tip or line.name, p=text)
         )
         if len(shown) == 1:  # a line of one point would not be seen
-            out.append(_dot(f"line line{number % 4}", *shown[0], 3.5, line.tip or line.name))
+            out.append(_dot(kind, *shown[0], 3.5, line.tip or line.name))
         if line.mark is not None:
             x, y = place(*line.mark)
             out.append(_dot("mark", x, y, 4.5, line.tip or line.name))
     if len(lines) > 1:
-        out += _legend([line.name for line in lines], left)
+        out += _legend(lines, left)
     out.append(Markup("</svg>"))
     return Markup("").join(out)
 
@@ -158,33 +167,52 @@ def points(
     title: str,
     x_name: str,
     y_name: str,
+    dense: Sequence[tuple[float, float, str]] = (),
 ) -> Markup:
-    """Named points, and the line of those that nothing else beats in both ways."""
-    width, height, left, right, top, bottom = 640, 340, 58, 16, 16, 42
-    x0, x1 = _range([x for x, _, _ in dots], room=0.08)
-    y0, y1 = _range([y for _, y, _ in dots], room=0.1)
+    """Cost and accuracy in percent of named points, and the line of those that none beats in both.
+
+    Networks that nothing was cut from are `dense`; they stand beside, and beat nothing.
+    """
+    width, height, left, right, top, bottom = 740, 400, 58, 16, 58, 42
+    everything = [*dots, *dense]
+    x0, x1 = _range([x for x, _, _ in everything], room=0.08)
+    y0, y1 = _range([y for _, y, _ in everything], room=0.1)
+    # Nothing costs less than nothing, and no accuracy is above 100 %.
+    x0, y1 = max(x0, 0.0), min(y1, 100.0)
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = left + (width - left - right) * (x - x0) / (x1 - x0)
         return across, height - bottom - (height - top - bottom) * (y - y0) / (y1 - y0)
 
-    out = [_open(width, height, title)]
+    best = set(front)
+    keys = [("best", "beaten by none"), ("point", "beaten"), ("dense", "dense")]
+    out = [_open(width, height, title), *_keys(keys[: 3 if dense else 2], left)]
     out += _axes(place, (x0, x1), (y0, y1), (x_name, y_name))
     line = " ".join("{:.1f},{:.1f}".format(*place(*p)) for p in front)
     out.append(Markup('<polyline class="front" points="{}"/>').format(line))
-    written: list[tuple[float, float]] = []
-    for x, y, name in sorted(dots, key=lambda dot: -dot[1]):
+    names: dict[tuple[float, float], list[str]] = {}
+    for x, y, name in everything:
+        names.setdefault((x, y), []).append(name)
+    for x, y, name in dense:
         a, b = place(x, y)
-        out.append(_dot("point", a, b, 6, f"{name}: {_short(x)}, {y:.2f}"))
-        low = b + 4
-        # Names of points that lie together stand below each other.
-        while any(abs(a - other) < NAME_WIDTH and abs(low - line) < 13 for other, line in written):
-            low += 13
-        written.append((a, low))
-        is_right = a > width / 2
-        kind = "label end" if is_right else "label"
-        out.append(_text(a - 9 if is_right else a + 9, low, _cut(name, 34), kind))
-    out.append(Markup("</svg>"))
+        out.append(_rect("dense", a - 5, b - 5, 10, 10, f"{name}: {_short(x)}, {y:.2f}"))
+    for x, y, name in dots:
+        kind = "best" if (x, y) in best else "point"
+        out.append(_dot(kind, *place(x, y), 5.5, f"{name}: {_short(x)}, {y:.2f}"))
+    marks = [mark_at(*place(*spot)) for spot in names]
+    sheet = Box(left, top - 2 * LINE_HEIGHT - 4, width, height - bottom)
+    written: list[Box] = []
+    labels = []
+    # Long names have the first choice: they find a place least easily.
+    for spot, same in sorted(names.items(), key=lambda item: -len(item[1][0])):
+        text = _cut(same[0], 34) + (f" and {len(same) - 1} more" if len(same) > 1 else "")
+        box = free_place(*place(*spot), LETTER_WIDTH * len(text), marks, written, sheet)
+        written.append(box)
+        if box.gap(mark_at(*place(*spot))) > LINE_HEIGHT / 2:
+            out.append(_line("leader", *place(*spot), *box.nearest(*place(*spot))))
+        labels.append(_text(box.left, box.bottom - 2, text, "label halo"))
+    # Above all marks, so that no line runs through a name.
+    out += [*labels, Markup("</svg>")]
     return Markup("").join(out)
 
 
@@ -193,7 +221,9 @@ def standalone(picture: Markup) -> bytes:
     style = STYLE.read_text(encoding="utf-8")
     head, _, rest = str(picture).partition(">")
     head = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-    return f"{head}><style>{style}</style>{rest}\n".encode()
+    # Without a paper of its own the text would be lost on a page of the other colour.
+    paper = '<rect class="paper" width="100%" height="100%"/>'
+    return f"{head}><style>{style}</style>{paper}{rest}\n".encode()
 
 
 def thin(values: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -226,14 +256,35 @@ def _axes(
     return out
 
 
-def _legend(names: Sequence[str], left: float) -> list[Markup]:
+def _kind(line: Curve, number: int) -> str:
+    return f"line {line.role if line.role in ('dense', 'slim') else f'line{number % 4}'}"
+
+
+def _legend(lines: Sequence[Curve], left: float) -> list[Markup]:
     """Names above the lines, which may go anywhere below."""
     out = []
-    for number, name in enumerate(names):
+    for number, line in enumerate(lines):
         x = left + 140 * number
-        out.append(_line(f"line line{number % 4}", x, 12, x + 20, 12))
-        out.append(_text(x + 25, 16, _cut(name, 18), "label"))
+        out.append(_line(_kind(line, number), x, 12, x + 20, 12))
+        out.append(_text(x + 25, 16, _cut(line.name, 18), "label"))
     return out
+
+
+def _keys(keys: Sequence[tuple[str, str]], left: float) -> list[Markup]:
+    """What the colours mean, above the chart: class of the mark, and its name."""
+    out = []
+    for number, (kind, name) in enumerate(keys):
+        x = _keys_width(keys[:number], left)
+        if kind in ("best", "point"):
+            out.append(Markup('<circle class="{}" cx="{}" cy="12" r="4.5"/>').format(kind, x + 5))
+        else:
+            out.append(_rect(kind, x, 7, 10, 10))
+        out.append(_text(x + 15, 16, name, "label"))
+    return out
+
+
+def _keys_width(keys: Sequence[tuple[str, str]], left: float) -> float:
+    return round(left + sum(30 + LETTER_WIDTH * len(name) for _, name in keys), 1)
 
 
 def _open(width: float, height: float, title: str) -> Markup:
@@ -243,10 +294,16 @@ def _open(width: float, height: float, title: str) -> Markup:
     ).format(w=round(width), h=round(height), t=title)
 
 
-def _rect(kind: str, x: float, y: float, width: float, height: float) -> Markup:
-    return Markup('<rect class="{}" x="{}" y="{}" width="{}" height="{}"/>').format(
+def _rect(
+    kind: str, x: float, y: float, width: float, height: float, tip: str | None = None
+) -> Markup:
+    box = Markup('<rect class="{}" x="{}" y="{}" width="{}" height="{}"').format(
         kind, *(round(v, 1) for v in (x, y, max(width, 0.0), max(height, 0.0)))
     )
+    if tip is None:
+        return box + Markup("/>")
+    told = Markup(' tabindex="0" data-tip="{t}"><title>{t}</title></rect>').format(t=tip)
+    return box + told
 
 
 def _line(kind: str, x: float, y: float, to_x: float, to_y: float) -> Markup:

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from dcptool import __version__, console, files
-from dcptool.report import architecture, charts, sections
+from dcptool.report import architecture, charts, conditions, latency, sections
 from dcptool.report.record import Record, collect, keep_result
 
 PAGE, COMPARISON = "report.html", "comparison.html"
@@ -75,7 +75,7 @@ def contexts(record: Record, built: architecture.Architecture | None) -> dict[st
         "features": _features(record.features),
         "training": sections.training(record),
         "classes": sections.classes(record),
-        "latency": sections.latency(record),
+        "latency": latency.section(record.bench),
     }
 
 
@@ -87,15 +87,15 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
         record = collect(folder)
         dense, slim = sections.accuracies(record)
         cost = sections.costs(record, None)
-        pairs = sections.latencies(record.bench)
-        budget = record.lineage("prune")
+        pairs = latency.pairs(record.bench)
         rows.append(
             {
                 "name": record.name,
                 "link": quote(_relative(folder / PAGE, folders[0].resolve().parent)),
                 "model": str(record.manifest.base),
-                "method": str(budget.get("method", "")),
-                "budget": _budget(budget),
+                "dense_macs": cost["dense"].get("macs"),
+                "method": str(record.lineage("prune").get("method", "")),
+                "budget": ", ".join(conditions.asked(record)),
                 "dense_top1": dense,
                 "top1": slim,
                 "macs": cost["slim"].get("macs"),
@@ -103,6 +103,7 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
                 "macs_ratio": _ratio(cost, "macs"),
                 "bytes": record.manifest.weights_bytes,
                 "ms": pairs[0]["after"] if pairs else None,
+                "timed_at": pairs[0]["condition"] if pairs else "",
                 "speedup": pairs[0]["ratio"] if pairs else None,
             }
         )
@@ -112,10 +113,17 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
         if r["macs"] and r["top1"] is not None
     ]
     front = pareto([(x, y) for x, y, _ in dots])
+    uncut = {
+        (float(r["dense_macs"]), r["dense_top1"], f"dense {r['model']}")
+        for r in rows
+        if r["dense_macs"] and r["dense_top1"] is not None
+    }
     chart = ""
     if dots:
         title = "Accuracy against MACs of all runs"
-        chart = charts.points(dots, front, title=title, x_name="MACs", y_name="top-1 %")
+        chart = charts.points(
+            dots, front, title=title, x_name="MACs", y_name="top-1 %", dense=sorted(uncut)
+        )
     text = render("comparison.html", rows=rows, chart=chart)
     path = folders[0].resolve().parent / COMPARISON
     files.publish(path, text.encode())
@@ -183,21 +191,19 @@ def _draw(found: Mapping[str, Any], folder: Path) -> list[str]:
         made["architecture"] = found["architecture"]["chart"]
     for group in (found["selection"] or {}).get("groups", []):
         made[f"loss-{group['name']}"] = group["chart"]
+        made[f"norms-{group['name']}"] = group["norms"]
     for number, chart in enumerate((found["training"] or {}).get("charts", [])):
         made[f"training-{number + 1}"] = chart
     for number, one in enumerate((found["latency"] or {}).get("charts", [])):
         made[f"latency-{number + 1}"] = one["chart"]
     paths = []
     for name, chart in made.items():
+        if not chart:
+            continue
         path = folder / f"{''.join(c if c.isalnum() or c in '.-_' else '-' for c in name)}.svg"
         files.publish(path, charts.standalone(chart))
         paths.append(str(path))
     return paths
-
-
-def _budget(pruned: Mapping[str, Any]) -> str:
-    known = [key for key in ("rate", "epsilon", "plan") if key in pruned]
-    return " ".join("plan" if key == "plan" else f"{key} {pruned[key]}" for key in known)
 
 
 def _ratio(cost: Mapping[str, Mapping[str, int]], key: str) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +70,8 @@ class Record:
 
 def collect(folder: Path) -> Record:
     """Read all that a run folder, or an artifact folder, tells."""
-    steps = _object(folder / RUN_FILE).get("steps", {})
+    state = _object(folder / RUN_FILE)
+    steps = state.get("steps", {})
     documents = {
         name: step["document"]
         for name, step in (steps.items() if isinstance(steps, dict) else ())
@@ -87,6 +89,7 @@ def collect(folder: Path) -> Record:
         newest = found[0]
     parts = _parts(newest)
     results = [part.result for part in parts]
+    exported = _export(state)
     for result in reversed(results):
         documents.setdefault(str(result.get("command", "")), dict(result))
     bench = _first(parts, BENCH_FILE) or documents.get("bench") or {}
@@ -100,7 +103,9 @@ def collect(folder: Path) -> Record:
         gates=tuple(_distinct([gate for s in sources for gate in _gates(s)])),
         commands=tuple(
             dict.fromkeys(
-                str(s["typed"]) for s in [*reversed(results), bench, whole] if s.get("typed")
+                str(s["typed"])
+                for s in [*reversed(results), exported, bench, whole]
+                if s.get("typed")
             )
         ),
         options=_first(parts, OPTIONS_FILE),
@@ -119,6 +124,9 @@ def keep_result(folder: Path, command: str, document: Mapping[str, Any], typed: 
         # What was measured and drawn of an earlier result in this folder is true no more.
         for old in (BENCH_FILE, FEATURES_FILE):
             files.remove(folder / old)
+        # A prune with labels has left its own classes by now.
+        if as_object(document.get("slim")).get("top1") is None:
+            files.remove(folder / CLASSES_FILE)
     files.publish_json(folder / name, {"command": command, **document, "typed": typed})
 
 
@@ -172,6 +180,34 @@ def _parent(folder: Path, manifest: Manifest) -> Path | None:
     return path if files.sha256(data) == parent.get("manifest_sha256") else None
 
 
+def _export(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The export of a recipe as it can be typed: it leaves no document beside the artifact."""
+    step = as_object(as_object(state.get("steps")).get("export"))
+    file = as_object(step.get("document")).get("file")
+    if not isinstance(file, str):
+        return {}
+    settings = as_object(as_object(state.get("identity")).get("settings"))
+    chosen = {**as_object(settings.get("data")), **as_object(settings.get("export"))}
+    words = ["dcptool", "export", str(Path(file).parent), "--onnx", file]
+    for key, value in chosen.items():
+        option = f"--{key.replace('_', '-')}"
+        if isinstance(value, bool):
+            words += [option] if value else []
+        elif isinstance(value, list):
+            words += [option, ",".join(map(str, value))]
+        else:
+            words += [option, str(value)]
+    return {"typed": " ".join(map(_typed, words))}
+
+
+def _typed(word: str) -> str:
+    # A run may be handed on; a shell expands the tilde only where it stands bare.
+    home = f"{Path.home()}/"
+    if word.startswith(home):
+        return "~/" + shlex.quote(word.removeprefix(home))
+    return shlex.quote(word)
+
+
 def _first(parts: Sequence[Part], name: str) -> Mapping[str, Any]:
     return next((found for part in parts if (found := _object(part.folder / name))), {})
 
@@ -208,8 +244,7 @@ def _lines(parts: Sequence[Part], name: str) -> list[Mapping[str, Any]]:
 
 
 def _gates(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    gates = document.get("gates")
-    return [g for g in gates if isinstance(g, dict)] if isinstance(gates, list) else []
+    return objects(document.get("gates"))
 
 
 def _distinct(gates: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -227,3 +262,13 @@ def numbers(values: Any) -> list[float]:
     if not isinstance(values, list):
         return []
     return [found for value in values if (found := number(value)) is not None]
+
+
+def as_object(value: Any) -> Mapping[str, Any]:
+    """A table, or an empty one for anything else that a file may hold in its place."""
+    return value if isinstance(value, dict) else {}
+
+
+def objects(value: Any) -> list[Mapping[str, Any]]:
+    """The tables of a list."""
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []

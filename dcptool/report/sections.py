@@ -6,13 +6,13 @@ when there is nothing to show. Nothing is measured here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dcptool import console
-from dcptool.report import charts
+from dcptool.report import charts, conditions, latency
 from dcptool.report.architecture import Architecture
-from dcptool.report.record import Record, number, numbers
+from dcptool.report.record import Record, as_object, number, numbers
 
 Context = dict[str, Any]
 
@@ -21,7 +21,6 @@ STOPS = {
     "epsilon": "the loss no longer fell by more than epsilon",
 }
 MOST_CLASSES = 10
-SHOWN_CALLS = 95
 
 
 def answer(record: Record, architecture: Architecture | None) -> Context:
@@ -42,16 +41,16 @@ def answer(record: Record, architecture: Architecture | None) -> Context:
     rows.append(_row("weights", _bytes(before), _bytes(after), ratio))
     rows += [
         _row(
-            f"latency, {_condition(pair)}",
+            f"latency, {pair['condition']}",
             f"{pair['before']:.2f} ms",
             f"{pair['after']:.2f} ms",
             _speed(pair["ratio"]),
         )
-        for pair in latencies(record.bench)
+        for pair in latency.pairs(record.bench)
     ]
     return {
         "rows": rows,
-        "conditions": _conditions(record),
+        "conditions": conditions.lines(record),
         "commands": list(record.commands),
         "gates": [
             {
@@ -68,7 +67,7 @@ def answer(record: Record, architecture: Architecture | None) -> Context:
 def accuracies(record: Record) -> tuple[float | None, float | None]:
     """Top-1 of the dense network and of the newest one."""
     pruned = record.documents.get("prune", {})
-    dense = number(_object(pruned.get("dense")).get("top1"))
+    dense = number(as_object(pruned.get("dense")).get("top1"))
     for part in record.parts:
         if dense is None:
             dense = number(part.manifest.metrics.get("dense_top1"))
@@ -97,30 +96,6 @@ def sizes(record: Record) -> tuple[int | None, int]:
     return dense, record.manifest.weights_bytes
 
 
-def latencies(bench: Mapping[str, Any]) -> list[Context]:
-    """Median milliseconds of both networks under each condition."""
-    keys = ("provider", "batch_size", "threads")
-
-    def name(row: Mapping[str, Any], model: str) -> tuple[str, ...]:
-        return tuple(str(row.get(key)) for key in (model, *keys))
-
-    rows = _objects(bench.get("rows"))
-    times = {name(row, "model"): number(row.get("p50_ms")) for row in rows}
-    found = []
-    for entry in _objects(bench.get("speedup")):
-        before, after = times.get(name(entry, "baseline")), times.get(name(entry, "model"))
-        if before is None or after is None or not number(entry.get("ratio")):
-            continue
-        figures = {k: number(entry.get(k)) for k in ("ratio", "low", "high", *EFFICIENCY)}
-        found.append(
-            {**{k: entry.get(k) for k in keys}, "before": before, "after": after, **figures}
-        )
-    return found
-
-
-EFFICIENCY = ("macs_ratio", "efficiency")
-
-
 def layers(architecture: Architecture) -> Context:
     """Widths before and after in forward order, and what is locked."""
     items = [
@@ -138,7 +113,6 @@ def layers(architecture: Architecture) -> Context:
         "chart": charts.bars(items, architecture.bands, title=title),
         "layers": architecture.layers,
         "locked": architecture.locked,
-        "bands": architecture.bands,
     }
 
 
@@ -173,12 +147,16 @@ def selection(record: Record) -> Context | None:
         )
     if not groups:
         return None
-    pruned = record.lineage("prune")
-    facts = [f"{key} {pruned[key]}" for key in FACTS if pruned.get(key) not in (None, False, "")]
-    return {"groups": groups, "facts": facts, "has_norms": any(g["norms"] for g in groups)}
-
-
-FACTS = ("method", "solver", "target", "score", "lambda", "samples", "positions", "scope", "seed")
+    facts = conditions.facts(record.lineage("prune"))
+    return {
+        "groups": groups,
+        "facts": [f"{key} {value}" for key, value in facts.items()],
+        "has_curves": any(g["chart"] for g in groups),
+        "has_marks": any(g["loss"] is not None for g in groups),
+        "has_norms": any(g["norms"] for g in groups),
+        # Only the closed form of our own method leaves norms to be had by its loop.
+        "lacks_norms": facts.get("solver") == "gram" and facts.get("method") == "dcp",
+    }
 
 
 def _norms(name: str, norms: Sequence[float]) -> Any:
@@ -242,109 +220,6 @@ def classes(record: Record) -> Context | None:
     return {"lost": lost, "gained": gained[::-1], "count": len(rows)} if rows else None
 
 
-def latency(record: Record) -> Context | None:
-    """Distributions, the per-layer table, and how much of the saved MACs became time."""
-    bench = record.bench
-    if not _objects(bench.get("rows")):
-        return None
-    return {
-        "pairs": [{**pair, "condition": _condition(pair)} for pair in latencies(bench)],
-        "rows": [{**row, "condition": _condition(row)} for row in _objects(bench.get("rows"))],
-        "charts": _distributions(bench),
-        "profile": _profile(bench),
-        "machine": machine(bench),
-        "shown_calls": SHOWN_CALLS,
-    }
-
-
-def machine(bench: Mapping[str, Any]) -> str:
-    """What was measured on, in one line."""
-    facts = bench.get("machine")
-    if not isinstance(facts, dict):
-        return ""
-    words = [str(facts.get("cpu", "")), f"{facts.get('cores', '?')} cores"]
-    words.append(f"onnxruntime {facts.get('onnxruntime', '?')}")
-    load = number(facts.get("load"))
-    return ", ".join([*words, f"load {load:.1f}"] if load is not None else words)
-
-
-def _distributions(bench: Mapping[str, Any]) -> list[Context]:
-    """Share of calls that took no longer than so many milliseconds, by condition."""
-    found: dict[str, list[charts.Curve]] = {}
-    for entry in _objects(bench.get("distribution")):
-        times = numbers(entry.get("quantiles_ms"))
-        if len(times) < 2:
-            continue
-        # The slowest calls are what the machine did meanwhile; they would flatten all else.
-        shares = [(ms, 100 * i / (len(times) - 1)) for i, ms in enumerate(times)]
-        shown = [(ms, share) for ms, share in shares if share <= SHOWN_CALLS]
-        name = str(entry.get("model"))
-        tip = f"{name}: median {times[len(times) // 2]:.2f} ms"
-        found.setdefault(_condition(entry), []).append(charts.Curve(name, shown, None, tip))
-    return [
-        {
-            "name": name,
-            "chart": charts.curves(
-                lines,
-                title=f"Latency of single calls, {name}",
-                x_name="milliseconds",
-                y_name="calls, %",
-                height=220,
-            ),
-        }
-        for name, lines in found.items()
-    ]
-
-
-def _profile(bench: Mapping[str, Any]) -> Context | None:
-    rows = [row for row in _objects(bench.get("profile")) if isinstance(row.get("ms"), dict)]
-    if not rows:
-        return None
-    models = [str(model) for model in rows[0]["ms"]]
-    table = []
-    for row in rows:
-        times = [number(row["ms"].get(model)) for model in models]
-        saved = (times[0] or 0.0) - (times[1] or 0.0) if len(times) == 2 else None
-        table.append(
-            {"layer": row.get("layer"), "kind": row.get("kind"), "ms": times} | {"saved": saved}
-        )
-    return {"models": models, "rows": table, "two": len(models) == 2}
-
-
-def _condition(entry: Mapping[str, Any]) -> str:
-    threads = entry.get("threads")
-    unit = "thread" if threads == 1 else "threads"
-    return f"{entry.get('provider')}, batch {entry.get('batch_size')}, {threads} {unit}"
-
-
-def _conditions(record: Record) -> list[str]:
-    manifest, pruned = record.manifest, record.lineage("prune")
-    size = "x".join(map(str, manifest.input.size))
-    lines = [f"{manifest.base} at {size}, {manifest.base.num_classes} classes"]
-    if manifest.metrics.get("source"):
-        where = manifest.metrics.get("images")
-        lines.append(
-            f"images: {manifest.metrics['source']}" + (f", split {where}" if where else "")
-        )
-    budget = [f"{k} {pruned[k]}" for k in ("rate", "epsilon", "method", "solver") if k in pruned]
-    if budget:
-        trained = "with" if pruned.get("training") else "without"
-        lines.append(f"pruned by {', '.join(budget)}, {trained} training in stages")
-    tuned = record.lineage("finetune")
-    if tuned:
-        lines.append(f"fine-tuned for {tuned.get('epochs')} epochs on {tuned.get('data')}")
-    pruning = record.documents.get("prune", {})
-    agreement = number(_object(pruning.get("agreement")).get("top1"))
-    for part in record.parts:
-        if agreement is None:
-            agreement = number(part.manifest.metrics.get("agreement"))
-    if agreement is not None:
-        lines.append(
-            f"after pruning it agreed with the dense network on {agreement:.1f} % of images"
-        )
-    return [*lines, *([f"timed on {machine(record.bench)}"] if machine(record.bench) else [])]
-
-
 def _row(name: str, dense: str, slim: str, ratio: str) -> Context:
     return {"name": name, "dense": dense or "not known", "slim": slim, "ratio": ratio}
 
@@ -364,11 +239,3 @@ def _speed(ratio: float) -> str:
 def _general(value: Any) -> str:
     found = number(value)
     return "not measured" if found is None else f"{found:.4g}"
-
-
-def _object(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _objects(value: Any) -> list[Mapping[str, Any]]:
-    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []

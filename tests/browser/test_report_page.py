@@ -127,6 +127,54 @@ def test_fits_its_window_in_both_colours(browser, run, width, scheme):
     assert paper == ("rgb(18, 22, 28)" if scheme == "dark" else "rgb(255, 255, 255)")
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_dense_and_slim_have_one_colour_each(browser, run, scheme):
+    opened(browser, run / "report.html", scheme=scheme)
+    found = browser.execute_script(
+        "return ['dense', 'slim'].map(name => ["
+        "getComputedStyle(document.querySelector(`#architecture .bar .${name}`)).fill,"
+        "getComputedStyle(document.querySelector(`#latency .line.${name}`)).stroke])"
+    )
+    assert found[0][0] == found[0][1] != found[1][0] == found[1][1]
+
+
+def test_a_lone_chart_is_not_blown_up(browser, run):
+    opened(browser, run / "report.html")
+    wide = "return document.querySelector(arguments[0]).getBoundingClientRect().width"
+    assert len(browser.find_elements("css selector", "#latency figure")) == 1
+    chart = browser.execute_script(wide, "#latency figure")
+    assert chart < 0.6 * browser.execute_script(wide, "#latency")
+
+
+def test_curves_stand_below_each_other_on_a_phone(browser, run):
+    opened(browser, run / "report.html", width=390)
+    columns = browser.execute_script(
+        "return getComputedStyle(document.querySelector('.grid-of')).gridTemplateColumns"
+    )
+    assert len(columns.split()) == 1
+
+
+@pytest.mark.parametrize("part", ["#selection", "#training", "#latency"])
+def test_text_of_charts_can_be_read_on_a_phone(browser, run, part):
+    opened(browser, run / "report.html", width=390)
+    size = browser.execute_script(
+        "const chart = document.querySelector(arguments[0] + ' figure .chart');"
+        "const font = parseFloat(getComputedStyle(chart.querySelector('.tick')).fontSize);"
+        "return font * chart.getBoundingClientRect().width / chart.viewBox.baseVal.width",
+        part,
+    )
+    assert size >= 9
+
+
+def test_headings_stay_with_what_follows_on_paper(browser, run):
+    opened(browser, run / "report.html")
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    for name in ("h2", "h3", "summary"):
+        rule = "return getComputedStyle(document.querySelector(arguments[0])).breakAfter"
+        assert browser.execute_script(rule, name) == "avoid"
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
 def test_nothing_is_folded_on_paper(browser, run):
     browser.get((run / "report.html").as_uri())
     browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = false)")

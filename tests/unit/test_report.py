@@ -19,7 +19,7 @@ from dcptool.cli import app, recorded
 from dcptool.errors import InputError, UsageError
 from dcptool.network import artifact
 from dcptool.pipeline import run as recipes
-from dcptool.report import architecture, card, charts, features, page, record, sections
+from dcptool.report import architecture, card, features, page, record, sections
 
 SECTIONS = ["answer", "architecture", "selection", "features", "training", "classes", "latency"]
 
@@ -171,14 +171,19 @@ def test_a_run_of_a_recipe(run, tmp_path):
     folder = tmp_path / "recipe-001"
     folder.mkdir()
     run.rename(folder / "prune")
-    steps = {"evaluate": {"document": {"top1": 90.0}}, "bad": 3}
-    (folder / "run.json").write_text(json.dumps({"steps": steps}))
+    exported = {"file": "runs/my run/prune/model.onnx"}
+    steps = {"evaluate": {"document": {"top1": 90.0}}, "bad": 3, "export": {"document": exported}}
+    settings = {"export": {"opset": 17, "softmax": True, "fp16": False}}
+    state = {"steps": steps, "identity": {"settings": settings}}
+    (folder / "run.json").write_text(json.dumps(state))
     gates = [{"name": "max_accuracy_drop", "limit": 1.0, "value": 0.5, "ok": True}]
     record.keep_result(folder, "run", {"gates": gates}, "dcptool run x")
     found = record.collect(folder)
     assert sections.accuracies(found) == (92.25, 90.0)
     assert "max_accuracy_drop" in {gate["name"] for gate in found.gates}
-    assert found.commands[-1] == "dcptool run x"
+    assert [line.split()[1] for line in found.commands] == ["prune", "export", "bench", "run"]
+    wanted = "dcptool export 'runs/my run/prune' --onnx 'runs/my run/prune/model.onnx'"
+    assert found.commands[1] == f"{wanted} --opset 17 --softmax"
     assert page.write(folder)["file"] == str(folder / "report.html")
 
 
@@ -195,9 +200,14 @@ def test_a_failure_is_only_told(tmp_path, capsys):
 
 
 def test_a_new_result_ends_what_was_measured_of_the_old_one(run):
-    record.keep_result(run, "prune", {}, "dcptool prune x")
-    assert not (run / "bench.json").exists()
-    assert not (run / "features.json").exists()
+    record.keep_result(run, "prune", {"slim": {"top1": None}}, "dcptool prune x")
+    for name in ("bench.json", "features.json", "classes.json"):
+        assert not (run / name).exists()
+
+
+def test_classes_of_a_new_prune_with_labels_stay(run):
+    record.keep_result(run, "prune", {"slim": {"top1": 90.0}}, "dcptool prune x")
+    assert (run / "classes.json").exists()
 
 
 def test_reports_are_no_result_of_a_step(run):
@@ -241,6 +251,9 @@ def test_several_runs(run):
     assert 'href="a%20%3Cb%3Erun/report.html"' in text
     assert "<b>run" not in text
     assert 'class="front"' in text
+    assert "<td>cpu, batch 1, 2 threads</td>" in text
+    assert document["runs"][0]["budget"] == "rate 0.5"
+    assert "dense zoo:resnet20" in text
 
 
 def test_options_that_do_not_fit_together(run):
@@ -315,20 +328,12 @@ def test_pictures_stand_alone(run, tmp_path):
     document = app.invoke("report", [str(run), "--pictures", str(tmp_path / "out"), "-q"])
     names = {Path(path).name for path in document["pictures"]}
     assert {"architecture.svg", "loss-layer1.0.conv1.svg", "latency-1.svg"} <= names
+    assert "norms-layer1.0.conv1.svg" in names
+    drawn = (tmp_path / "out" / "architecture.svg").read_text()
+    for words in ("dense", "slim", "not open to pruning", "removed", "head of a stage"):
+        assert f">{words}</text>" in drawn
     for path in (tmp_path / "out").iterdir():
         assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
-
-
-def test_long_curves_are_thinned():
-    values = [(float(i), float(i)) for i in range(10_000)]
-    thin = charts.thin(values)
-    assert len(thin) == charts.MOST_POINTS
-    assert (thin[0], thin[-1]) == (values[0], values[-1])
-
-
-def test_a_flat_curve_can_be_drawn():
-    line = charts.Curve("x", [(1.0, 2.0)])
-    assert "nan" not in charts.curves([line], title="t", x_name="x", y_name="y")
 
 
 def test_command_as_typed(monkeypatch):
