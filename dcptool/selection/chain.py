@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,10 +96,11 @@ def run_segment(
     root: nn.Module,
     features: Tensor,
     want: Iterable[fx.Node] = (),
+    starts: Collection[fx.Node] = (),
 ) -> dict[fx.Node, Tensor]:
     """Values of the wanted nodes (by default the segment's output) for a batch of features.
 
-    Stops as soon as all of them are known.
+    Stops as soon as all of them are known. Gradients reach back to the first of `starts`.
     """
     missing = set(want) or {segment.output}
     env: dict[fx.Node, Any] = {segment.source: features}
@@ -112,6 +113,8 @@ def run_segment(
         if not missing:
             break
         env[node] = call_node(root, node, env)
+        if node in starts and not env[node].requires_grad:
+            env[node].requires_grad_()
         if node in missing:
             found[node] = env[node]
             missing.discard(node)
@@ -124,7 +127,12 @@ def run_segment(
 
 
 def run_from(
-    chain: Chain, place: int, root: nn.Module, features: Tensor, want: Iterable[fx.Node]
+    chain: Chain,
+    place: int,
+    root: nn.Module,
+    features: Tensor,
+    want: Iterable[fx.Node],
+    starts: Collection[fx.Node] = (),
 ) -> dict[fx.Node, Tensor]:
     """Values of wanted nodes in segment `place` or later, from the features where it starts."""
     missing = set(want)
@@ -133,7 +141,7 @@ def run_from(
         inside = missing & set(segment.nodes)
         missing -= inside
         ask = [*inside, segment.output] if missing else list(inside)
-        values = run_segment(chain, segment, root, features, ask)
+        values = run_segment(chain, segment, root, features, ask, starts)
         found |= {node: values[node] for node in inside}
         if not missing:
             break

@@ -294,33 +294,41 @@ class Probe:
         total = self._total(total)
         return counts / total if bool(counts.any()) else None
 
-    def slopes(self, name: str, pivot: str | None, losses: Sequence[LossAt]) -> Tensor:
-        """Second moments of the gradients of each image's loss at the outputs of one layer.
+    def slopes(
+        self, names: Sequence[str], pivot: str | None, losses: Sequence[LossAt]
+    ) -> dict[str, Tensor]:
+        """Second moments of the gradients of each image's loss at the outputs of some layers.
 
-        `losses` gives, for each batch, the summed loss from the value at the pivot.
+        One walk from the present segment to the pivot and back serves them all. `losses` gives,
+        for each batch, the summed loss from the value at the pivot.
         """
-        layer: Any = self.current.get_submodule(name)
         end, last = self.chain.end_of(pivot)
-        tail = build_tail(self.chain, [name], self.place, last)
-        node = self.chain.calls[name][0]
-        bias = layer.bias if isinstance(layer.bias, Tensor) else None
-        outputs = len(self.graph.sites[name].outputs)
-        total = torch.zeros(outputs, outputs, dtype=torch.float64)
-        draw = self._draw()
-        batches = zip(self.current_features, losses, strict=True)
-        for number, ((start,), loss_at) in enumerate(batches):
+        ahead = self.chain.segments[self.place : last + 1]
+        within = {layer for segment in ahead for layer in segment.layers}
+        calls = {self.chain.calls[name][0]: name for name in names if name in within}
+        draws = {node: self._draw() for node in calls}
+        totals = {
+            name: torch.zeros(2 * (len(self.graph.sites[name].outputs),), dtype=torch.float64)
+            for name in calls.values()
+        }
+        for number, ((start,), loss_at) in enumerate(
+            zip(self.current_features, losses, strict=True)
+        ):
             self.tick()
-            with torch.no_grad():
-                features = tail.features(self.current, start)
-            with torch.enable_grad():
-                weight = layer.weight.detach().requires_grad_()
-                found = tail.finish(self.current, features, {name: (weight, bias)}, [node, end])
-                (gradient,) = torch.autograd.grad(loss_at(found[end]), found[node])
-            at = self._positions(node, number, draw)
-            slope = values_at(gradient, at, tokens=self._has_tokens(node)).double()
-            total += (slope.T @ slope).cpu()
-        self._sum(total)
-        return total
+            with torch.enable_grad(), _frozen(self.current):
+                found = run_from(
+                    self.chain, self.place, self.current, start, [*calls, end], starts=set(calls)
+                )
+                outputs = [found[node] for node in calls]
+                gradients = torch.autograd.grad(loss_at(found[end]), outputs, allow_unused=True)
+            for (node, name), gradient in zip(calls.items(), gradients, strict=True):
+                if gradient is not None:
+                    at = self._positions(node, number, draws[node])
+                    slope = values_at(gradient, at, tokens=self._has_tokens(node)).double()
+                    totals[name] += (slope.T @ slope).cpu()
+        for total in totals.values():
+            self._sum(total)
+        return {name: total.float() for name, total in totals.items()}
 
     def readable(self, name: str, place: int | None = None) -> bool:
         """Whether a layer can be solved for: a dense conv or linear, called in one segment.
@@ -388,6 +396,19 @@ class Probe:
                     self.samples.dist.broadcast_tensors([after.running_mean])
             given = [layer.weight, *([layer.bias] if isinstance(layer.bias, Tensor) else [])]
             self.samples.dist.broadcast_tensors(given)
+
+
+@contextmanager
+def _frozen(module: nn.Module) -> Iterator[None]:
+    """No gradients of parameters: what only those need is not kept."""
+    wanted = [p for p in module.parameters() if p.requires_grad]
+    for parameter in wanted:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in wanted:
+            parameter.requires_grad_(True)
 
 
 def _take(halves: tuple[Moments, Moments], waiting: tuple[list[Pair], list[Pair]]) -> None:

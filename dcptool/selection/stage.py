@@ -77,6 +77,7 @@ class Stage:
         self.current = current
         self.dist = samples.dist
         self.removed: set[int] = set()
+        self.slopes: Mapping[str, Tensor] = {}
         self.refits = METHODS[settings.method].refits
 
     def run(
@@ -106,6 +107,7 @@ class Stage:
             edge(first, skip)
             new = [group for group in self._spanning(last) if group.name not in known]
             wide = [group for group in new if self._goes(group)]
+            is_there = self.survey(min([first, *map(self._begins, wide)]), last)
             for group in new:
                 if not self._goes(group):
                     decided(whole(group))
@@ -113,7 +115,8 @@ class Stage:
                 self._decide_first(wide, decided, lambda: edge(first, skip))
                 first, skip = min(first, *[self._begins(group) for group in wide]), 0
             decided_at = self._decisions(last)
-            self.probe.begin(first)
+            if wide or not is_there:
+                self.probe.begin(first)
             for place in range(first, last):
                 for number, name in enumerate(self.probe.segment.layers):
                     if place == first and number < skip:
@@ -135,6 +138,24 @@ class Stage:
                 if place + 1 < len(self.chain.segments):
                     self.probe.advance()
         return self.removed
+
+    def survey(self, first: int, last: int) -> bool:
+        """See what the head's loss says of errors of each reader, before anything is cut.
+
+        One pass serves the whole stage. What earlier layers of the stage lose moves it little, and
+        a run that goes on has it from the state. Returns whether the probe stands at `first` now.
+        """
+        aware = self.settings.method == "dcp" and self.settings.discrimination and self.losses
+        if not aware or self._walks() or self.slopes:
+            return False
+        groups = [group for group in self.settings.groups(self.graph) if self._goes(group)]
+        readers = {name for group in groups for name in group.consumers}
+        inside = [s.layers for s in self.chain.segments[first:last]]
+        names = [name for layers in inside for name in layers if name in readers]
+        if names:
+            self.probe.begin(first)
+            self.slopes = self.probe.slopes(names, self.pivot, self.losses)
+        return bool(names)
 
     def _goes(self, group: Group) -> bool:
         """Whether units of a group may go."""
@@ -367,8 +388,8 @@ class Stage:
         For the order only: a metric on errors cancels out of a least-squares refit.
         """
         weights = self.probe.output_weights(name)
-        if self.settings.method == "dcp" and self.settings.discrimination and self.losses:
-            slopes = self.probe.slopes(name, self.pivot, self.losses)
+        if name in self.slopes:
+            slopes = self.slopes[name].double()
             return weigh(moments, metric(weights, slopes, self.settings.discrimination))
         return Moments(
             moments.s, moments.c * weights, moments.energy * weights**2, moments.unit, moments.rows
@@ -384,8 +405,9 @@ class Stage:
                 f"--method {self.settings.method} has no loss to stop by",
                 try_="--rate instead of --epsilon, or --method dcp",
             )
-        kept = stop_by_epsilon(ranking.losses, self.settings.epsilon)
-        return nearest(len(group.units), kept, self.settings.round_to), "epsilon"
+        exact = stop_by_epsilon(ranking.losses, self.settings.epsilon)
+        kept = nearest(len(group.units), exact, self.settings.round_to)
+        return kept, "epsilon" if kept == exact else f"epsilon at {exact}, rounded"
 
     def _refit(self, name: str, moments: Moments | None, weakest: float) -> None:
         """Solve a reader anew for the columns that are left, as near its weights as pays."""

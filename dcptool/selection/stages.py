@@ -54,6 +54,7 @@ class Progress:
     removed: tuple[int, ...]
     choices: tuple[Choice, ...]
     weights: Mapping[str, Tensor]
+    slopes: Mapping[str, Tensor]
 
 
 Listen = Callable[[Progress], None]
@@ -109,8 +110,13 @@ def select(
                 stage = Stage(
                     network, dense, current, cuts, settings, room, samples, pivot, losses, tick
                 )
-                stage.removed = set(start.removed) if start is not None and goes_on else set()
-                skip = start.layer if start is not None and goes_on else 0
+                skip = 0
+                if start is not None and goes_on:
+                    stage.removed, stage.slopes, skip = (
+                        set(start.removed),
+                        start.slopes,
+                        start.layer,
+                    )
 
                 def at_edge(
                     place: int, layer: int, stage: Stage = stage, number: int = number
@@ -118,7 +124,8 @@ def select(
                     if edge is not None:
                         removed, choices = tuple(sorted(stage.removed)), tuple(outcome.choices)
                         weights, known = current.state_dict(), stage.probe.cuts
-                        edge(Progress(number, place, layer, known, removed, choices, weights))
+                        now = (number, place, layer, known, removed, choices, weights)
+                        edge(Progress(*now, stage.slopes))
 
                 removed = stage.run(first, last, outcome.choices, task, report, at_edge, skip)
                 first = min(last, len(stage.chain.segments))

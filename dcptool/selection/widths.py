@@ -34,9 +34,13 @@ def step_of(units: int, multiple: int) -> int:
 
 
 def good_widths(units: int, multiple: int) -> list[int]:
-    """Widths worth having, small to large; the whole group is always one."""
+    """Widths worth having, small to large; the whole group is always one.
+
+    Below the first multiple they are halves of it, down to one: a rate may ask for less.
+    """
     step = step_of(units, multiple)
-    return sorted({*range(step, units + 1, step), units})
+    parts = {step >> half for half in range(1, step.bit_length())}
+    return sorted({*parts, *range(step, units + 1, step), units})
 
 
 def nearest(units: int, kept: int, multiple: int) -> int:

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from three_blocks import SPEC, blocks, noise
+from three_blocks import SPEC, blocks, loss_at_pivot, noise
 from torch import nn
 
 from dcptool.errors import InputError, UsageError
@@ -20,7 +20,9 @@ from dcptool.selection.budget import kept_count, parse_rate
 from dcptool.selection.chain import build_chain, run_segment
 from dcptool.selection.heads import WithHead, head_loss, new_head
 from dcptool.selection.limits import too_wide
+from dcptool.selection.samples import share
 from dcptool.selection.settings import Recorded, Selection, stop_by_epsilon
+from dcptool.selection.stage import Stage
 from dcptool.selection.stages import plan_stages, select
 from dcptool.selection.store import Room, Store
 from dcptool.selection.tail import build_tail
@@ -317,19 +319,39 @@ def test_orders_of_an_earlier_run_where_they_hold() -> None:
 
 def test_the_heads_loss_alone_orders_by_it() -> None:
     network, images = blocks(), noise()
-    labels = torch.arange(8) % 5
-
-    def loss(value: torch.Tensor) -> torch.Tensor:
-        scores = value.mean((2, 3))[:, :5] if value.dim() == 4 else value
-        return nn.functional.cross_entropy(scores, labels, reduction="sum")
+    losses = [loss_at_pivot] * len(images)
 
     def kept(strength: float) -> list[tuple[int, ...]]:
         settings = Selection(rate=Fraction("0.5"), positions=16, discrimination=strength, losses=1)
-        found = select(network, images, settings, fit_stage=lambda *_: [loss] * len(images))
+        found = select(network, images, settings, fit_stage=lambda *_: losses)
         return [choice.kept for choice in found.choices]
 
     assert len(kept(math.inf)) == 3
     assert kept(math.inf) != kept(0.0)
+
+
+def test_one_walk_finds_the_slopes_of_every_layer() -> None:
+    network, images = blocks(), noise()
+    module = network.module
+    settings = Selection(rate=Fraction("0.5"), positions=16 * 16)
+    losses = [loss_at_pivot] * len(images)
+    stage = Stage(network, module, module, {}, settings, Room(2**20), share(images), None, losses)
+    with torch.no_grad():
+        stage.survey(0, len(stage.chain.segments))
+    assert set(stage.slopes) == {"one.conv2", "two.conv2", "three.conv2"}
+    for name, found in stage.slopes.items():
+        wanted = torch.zeros_like(found)
+        for batch in images:
+            outputs: list[torch.Tensor] = []
+            hook = module.get_submodule(name).register_forward_hook(
+                lambda _m, _i, output, outputs=outputs: outputs.append(output)
+            )
+            (slope,) = torch.autograd.grad(loss_at_pivot(module(batch)), outputs)
+            hook.remove()
+            rows = slope.transpose(0, 1).flatten(1)
+            wanted += rows @ rows.T
+        assert torch.allclose(found, wanted, rtol=1e-4)
+    assert all(parameter.requires_grad for parameter in module.parameters())
 
 
 def test_head_sees_the_pivot_and_is_gone_afterwards() -> None:

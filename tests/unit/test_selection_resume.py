@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from three_blocks import SPEC, blocks, noise
+from three_blocks import SPEC, blocks, loss_at_pivot, noise
 from torch import nn
 
 from dcptool.network.base import Base, Network
@@ -39,7 +39,7 @@ def test_going_on_from_any_edge_gives_the_same_network(
             fitted.append(number)
             with torch.no_grad():
                 module.one.conv1.weight.mul_(1.01)
-        return ()
+        return [loss_at_pivot] * len(images)
 
     whole = select(network, images, settings, fit_stage=fit_stage)
     seen: list[Progress] = []

@@ -32,7 +32,7 @@ from dcptool.training.dist import SINGLE
         (16, 12, 16, 12),
         (6, 4, 16, 4),
         (100, 99, 16, 100),  # whole is always good
-        (100, 3, 16, 16),
+        (100, 3, 16, 4),  # below a block, halves of it
         (64, 45, 1, 45),
     ],
 )
@@ -40,7 +40,7 @@ def test_nearest_good_width(units: int, kept: int, multiple: int, good: int) -> 
     assert widths.nearest(units, kept, multiple) == good
 
 
-@pytest.mark.parametrize("rate", ["0.1", "0.3", "0.45", "0.7"])
+@pytest.mark.parametrize("rate", ["0.1", "0.3", "0.45", "0.7", "0.9", "0.98"])
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_100"])
 def test_rounding_keeps_the_macs_of_the_rate(name: str, rate: str) -> None:
     network = models.load(f"timm:{name}", pretrained=False)
