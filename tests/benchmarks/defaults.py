@@ -11,15 +11,15 @@ a line for each run to RESULTS.jsonl and leaves out what is there, then prints t
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from methods import read, right_of
+from methods import right_of
 from peers import Bench, uniform
 
 import dcptool
@@ -74,13 +74,8 @@ def main() -> None:
         for row in given.only.split(","):
             row = row.replace("; ", ", ")
             key = {**conditions, "row": row, "seed": seed}
-            if any(key.items() <= line.items() for line in read(given.results)):
-                continue
-            found = {**key, **run(bench, ROWS[row], seed)}
-            with given.results.open("a") as stream:
-                stream.write(json.dumps(found) + "\n")
-            print(json.dumps(found), flush=True)
-    table([line for line in read(given.results) if conditions.items() <= line.items()])
+            bench.results.once(key, partial(run, bench, ROWS[row], seed))
+    table(bench.results.lines(**conditions))
 
 
 def run(bench: Bench, change: dict[str, Any], seed: int) -> dict:

@@ -14,15 +14,16 @@ training images that were held out.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from results import Line, Results, mcnemar, packed, unpacked
 from torch import nn
 
 from dcptool import console
@@ -65,51 +66,25 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(ROWS))
     given = parser.parse_args()
     console.configure(quiet=True)
-    conditions = {
-        key: getattr(given, key)
-        for key in ("network", "solver", "rate", "samples", "stage_steps", "stage_lr")
-    }
-    if given.loop_epochs > 1:
-        conditions["loop_epochs"] = given.loop_epochs
-
-    def same(line: dict) -> bool:
-        return line.get("loop_epochs", 1) == given.loop_epochs
-
+    results = Results(given.results)
+    names = ("network", "solver", "rate", "samples", "stage_steps", "stage_lr", "loop_epochs")
+    conditions = {name: getattr(given, name) for name in names}
     for seed in map(int, given.seeds.split(",")):
         for row in given.only.replace(", ", "; ").split(","):
             row = row.replace("; ", ", ")
             key = {**conditions, "row": row, "seed": seed}
-            if any(key.items() <= line.items() and same(line) for line in read(given.results)):
-                continue
-            found = {**key, **run(given, row, seed)}
-            with given.results.open("a") as stream:
-                stream.write(json.dumps(found) + "\n")
-            shown = {k: v for k, v in found.items() if k != "right"}
-            print(json.dumps(shown), flush=True)
-    lines = read(given.results)
-    table([line for line in lines if conditions.items() <= line.items() and same(line)])
+            results.once(key, partial(run, given, row, seed))
+    table(results.lines(**conditions))
 
 
-def bits(line: dict) -> np.ndarray:
-    """Which of the 10,000 test images were right."""
-    return np.unpackbits(np.frombuffer(bytes.fromhex(line["right"]), np.uint8))[:10_000] > 0
-
-
-def read(path: Path) -> list[dict]:
-    """All lines that are whole."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-
-
-def run(given: argparse.Namespace, row: str, seed: int) -> dict:
+def run(given: argparse.Namespace, row: str, seed: int) -> Line:
     """Prune once; returns the accuracy on the test images and which of them are right."""
     module, data, facts = pruned(given, row, seed)
     right = right_of(module, data.report)
     return {
         "top1": round(100 * float(right.mean()), 2),
         **facts,
-        "right": np.packbits(right).tobytes().hex(),
+        "right": packed(right),
     }
 
 
@@ -119,7 +94,7 @@ def right_of(module: nn.Module, images: ImageSet) -> np.ndarray:
     return torch.cat([predict(x).argmax(1) == y for x, y in loader(images, 500)]).numpy()
 
 
-def pruned(given: argparse.Namespace, row: str, seed: int) -> tuple[nn.Module, Data, dict]:
+def pruned(given: argparse.Namespace, row: str, seed: int) -> tuple[nn.Module, Data, Line]:
     """The slim network of one row, its images, and what it cost."""
     file = given.weights / f"cifar10_{given.network.replace('resnet56', 'resnet56_b')}.safetensors"
     if given.network.endswith("_a"):
@@ -177,19 +152,11 @@ def pruned(given: argparse.Namespace, row: str, seed: int) -> tuple[nn.Module, D
     return found.module, data, facts
 
 
-def mcnemar(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """Chance of a split at least as uneven if neither were better (exact, both tails)."""
-    from scipy.stats import binomtest
-
-    won, lost = int((ours & ~theirs).sum()), int((theirs & ~ours).sum())
-    return 1.0 if won + lost == 0 else float(binomtest(won, won + lost, 0.5).pvalue)
-
-
-def table(lines: list[dict]) -> None:
+def table(lines: list[Line]) -> None:
     """Markdown: mean error and spread over the seeds, pooled comparison with dcp."""
     print("| method | test error, % | spread | against dcp, p | norms | selection, s |")
     print("|---|---|---|---|---|---|")
-    best = {line["seed"]: bits(line) for line in lines if line["row"] == "dcp"}
+    best = {line["seed"]: unpacked(line) for line in lines if line["row"] == "dcp"}
     for row in ROWS:
         found = [line for line in lines if line["row"] == row]
         if not found:
@@ -199,7 +166,7 @@ def table(lines: list[dict]) -> None:
         p = ""
         if row != "dcp" and shared:
             ours = np.concatenate([best[line["seed"]] for line in shared])
-            p = f"{mcnemar(ours, np.concatenate([bits(line) for line in shared])):.2g}"
+            p = f"{mcnemar(ours, np.concatenate([unpacked(line) for line in shared])):.2g}"
         spread = f"{errors.std(ddof=1):.2f}" if len(errors) > 1 else ""
         seconds = np.mean([line["selection_s"] for line in found])
         norms = ", ".join(sorted({line["norms"] for line in found}))

@@ -14,16 +14,15 @@ that took no part in anything.
 from __future__ import annotations
 
 import argparse
-import copy
-import json
-import resource
 import time
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from peer import torch_pruning
+from results import Line, Results
 
 from dcptool import console
 from dcptool.network import cost, models
@@ -46,6 +45,8 @@ NETWORKS = {
     "resnet56_b": ("zoo:resnet56", "cifar10_resnet56_b"),
 }
 ROWS = ("ours", "curves", "l1", "random", "tp-magnitude", "tp-taylor")
+# Curves do not depend on the rate; with the seconds they took.
+CURVES: dict[tuple[str, int], tuple[dict[str, widths.Curve], float]] = {}
 RATES = "0.1,0.2,0.3,0.4,0.5,0.6,0.7"
 
 
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     console.configure(quiet=True)
+    results = Results(given.results)
     for name in given.networks.split(","):
         for count in map(int, given.images.split(",")):
             for rate in given.rates.split(","):
@@ -73,20 +75,8 @@ def main() -> None:
                         "row": row,
                         "seed": given.seed,
                     }
-                    if any(key.items() <= line.items() for line in read(given.results)):
-                        continue
-                    found = {**key, **run(given, name, count, rate, row)}
-                    with given.results.open("a") as stream:
-                        stream.write(json.dumps(found) + "\n")
-                    print(json.dumps(found), flush=True)
-    table(read(given.results))
-
-
-def read(path: Path) -> list[dict]:
-    """All lines that are whole."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+                    results.once(key, partial(run, given, name, count, rate, row))
+    table(results.lines())
 
 
 def open_all(given: argparse.Namespace, name: str) -> tuple[Network, Data]:
@@ -102,7 +92,7 @@ def open_all(given: argparse.Namespace, name: str) -> tuple[Network, Data]:
     return network, data
 
 
-def run(given: argparse.Namespace, name: str, count: int, rate: str, row: str) -> dict:
+def run(given: argparse.Namespace, name: str, count: int, rate: str, row: str) -> Line:
     """One network at one rate by one way: accuracy, agreement, seconds, memory."""
     network, data = open_all(given, name)
     # A tenth of the calibration images is held out, as `prune --images` does.
@@ -111,6 +101,7 @@ def run(given: argparse.Namespace, name: str, count: int, rate: str, row: str) -
     held = max(2, len(chosen) // 10)
     fit = chosen.subset(order[held:].sort().values.numpy(), "samples")
     choosing, reporting = halves(chosen.subset(order[:held].sort().values.numpy(), "held out"))
+    peak_gb(restart=True)
     batches = list(loader(fit))
     images = [x for x, _ in batches]
     mirrored = [*images, *[x.flip(3) for x in images]]
@@ -124,7 +115,12 @@ def run(given: argparse.Namespace, name: str, count: int, rate: str, row: str) -
         method = row if row in ("l1", "random") else "dcp"
         settings = replace(settings, method=method)
         if row == "curves":
-            found = curves.measure(network, mirrored, settings)
+            if (name, count) in CURVES:
+                began -= CURVES[name, count][1]
+            else:
+                found = curves.measure(network, mirrored, settings)
+                CURVES[name, count] = found, time.monotonic() - began
+            found = CURVES[name, count][0]
             graph = build_graph(network.module, network.input.size)
             cost_of = widths.macs_of(network, graph)
             budget = cost_of(widths.at_rate(network, graph, settings))
@@ -134,6 +130,7 @@ def run(given: argparse.Namespace, name: str, count: int, rate: str, row: str) -
         fresh = settle_norms(network.module, slim, loader(fit, 64), choosing)
         norms = "estimated anew" if fresh else "kept"
     seconds = time.monotonic() - began
+    peak = peak_gb()
     answer = agree(network.module, slim, reporting)
     predict = predictor(slim)
     right = torch.cat([predict(x).argmax(1) == y for x, y in loader(data.report)])
@@ -144,40 +141,19 @@ def run(given: argparse.Namespace, name: str, count: int, rate: str, row: str) -
         "macs": cost.count(slim, data.input.size).macs,
         "norms": norms,
         "seconds": round(seconds, 1),
-        "peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+        "peak_gb": peak,
     }
 
 
-def torch_pruning(
-    network: Network, settings: Selection, batches: list, row: str
-) -> torch.nn.Module:
-    """torch-pruning with one of its criteria, on the groups and counts that ours cuts."""
-    import torch_pruning as tp
-
-    module = copy.deepcopy(network.module).eval()
-    graph = build_graph(network.module, network.input.size)
-    wanted = {}
-    for group in settings.groups(graph):
-        share = 1 - (settings.kept(group) or 0) / len(group.units)
-        wanted |= {module.get_submodule(producer): share for producer in group.producers}
-    if row == "tp-taylor":
-        importance = tp.importance.GroupTaylorImportance()
-        for x, y in batches:
-            F.cross_entropy(module(x), y).backward()
-    else:
-        importance = tp.importance.GroupMagnitudeImportance(p=1)
-    pruner = tp.pruner.BasePruner(
-        module,
-        batches[0][0][:1],
-        importance=importance,
-        pruning_ratio=0.0,
-        pruning_ratio_dict=wanted,
-    )
-    pruner.step()
-    return module
+def peak_gb(restart: bool = False) -> float:
+    """The most memory that this process held since the restart (Linux)."""
+    if restart:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return round(int(status.partition("VmHWM:")[2].split()[0]) / 2**20, 2)
 
 
-def table(lines: list[dict]) -> None:
+def table(lines: list[Line]) -> None:
     """Markdown: accuracy of each way, network by network."""
     print("| network | images | rate | " + " | ".join(ROWS) + " |")
     print("|---" * (3 + len(ROWS)) + "|")

@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import tempfile
 import time
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch.nn.functional as F
-from methods import bits, mcnemar, read, right_of
+from methods import right_of
+from peer import torch_pruning
+from results import Line, Results, mcnemar, packed, unpacked
 from torch import nn
 
 import dcptool
@@ -74,7 +74,7 @@ def main() -> None:
             for row in given.rows.split(","):
                 for kd in given.kd.split(","):
                     bench.row(row, share, updates, kd == "on")
-    table(read(given.results))
+    table(bench.results.lines())
 
 
 class Bench:
@@ -82,6 +82,7 @@ class Bench:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
+        self.results = Results(given.results)
         self.file = given.weights / f"cifar10_{given.network}.safetensors"
         self.seeds = [int(seed) for seed in given.seeds.split(",")]
 
@@ -101,18 +102,11 @@ class Bench:
         for seed in self.seeds[1:]:
             self.line({**key, "lr": best["lr"], "seed": seed})
 
-    def line(self, key: dict[str, Any]) -> dict[str, Any]:
+    def line(self, key: Line) -> Line:
         """The result of one training, from the file or made now."""
-        for line in read(self.given.results):
-            if key.items() <= line.items():
-                return line
-        found = {**key, **self.run(key)}
-        with self.given.results.open("a") as stream:
-            stream.write(json.dumps(found) + "\n")
-        print(json.dumps({k: v for k, v in found.items() if k != "right"}), flush=True)
-        return found
+        return self.results.once(key, partial(self.run, key))
 
-    def run(self, key: dict[str, Any]) -> dict[str, Any]:
+    def run(self, key: Line) -> Line:
         """Cut, train, and look at the test images once."""
         dense, data = self.open(key["seed"])
         began = time.monotonic()
@@ -132,7 +126,7 @@ class Bench:
             "top1": round(100 * float(right.mean()), 2),
             "cut_s": round(cut_s, 1),
             "seconds": round(time.monotonic() - began, 1),
-            "right": np.packbits(right).tobytes().hex(),
+            "right": packed(right),
         }
 
     def open(self, seed: int) -> tuple[Network, Data]:
@@ -160,7 +154,7 @@ class Bench:
                 return dcptool.load(document["artifact"])
         batches = list(loader(samples(data, CALIBRATION, seed), 64))
         if row in PEERS:
-            return torch_pruning(dense, rate, batches, row)
+            return torch_pruning(dense, Selection(rate=rate), batches, row)
         settings = Selection(rate=rate, method=row, samples=CALIBRATION, seed=seed)
         return select(dense, [x for x, _ in batches], settings).network.module
 
@@ -200,39 +194,7 @@ def uniform(dense: Network, share: Fraction) -> tuple[Fraction, int]:
     raise SystemExit(f"no rate gives {share} of the MACs")
 
 
-def torch_pruning(dense: Network, rate: Fraction, batches: list, row: str) -> nn.Module:
-    """torch-pruning with one of its criteria, on the groups and counts of the rate."""
-    import torch_pruning as tp
-
-    module = copy.deepcopy(dense.module).eval()
-    graph = build_graph(dense.module, dense.input.size)
-    settings = Selection(rate=rate)
-    wanted = {
-        module.get_submodule(producer): 1 - (settings.kept(group) or 0) / len(group.units)
-        for group in settings.groups(graph)
-        for producer in group.producers
-    }
-    importance = {
-        "tp-l1": lambda: tp.importance.MagnitudeImportance(p=1),
-        "tp-bn-scale": tp.importance.BNScaleImportance,
-        "tp-group-norm": lambda: tp.importance.GroupMagnitudeImportance(p=2),
-        "tp-taylor": tp.importance.GroupTaylorImportance,
-    }[row]()
-    if row == "tp-taylor":
-        for x, y in batches:
-            F.cross_entropy(module(x), y).backward()
-    tp.pruner.BasePruner(
-        module,
-        batches[0][0][:1],
-        importance=importance,
-        pruning_ratio=0.0,
-        pruning_ratio_dict=wanted,
-    ).step()
-    module.zero_grad(set_to_none=True)
-    return module
-
-
-def table(lines: list[dict]) -> None:
+def table(lines: list[Line]) -> None:
     """Markdown: mean error and spread over the seeds, pooled comparison with dcptool."""
     print(
         "| MACs | updates | row | distilled | lr | test error, % | spread | dcptool better, p | s |"
@@ -241,7 +203,7 @@ def table(lines: list[dict]) -> None:
     keys = dict.fromkeys((x["share"], x["updates"]) for x in lines)
     for share, updates in sorted(keys):
         here = [x for x in lines if (x["share"], x["updates"]) == (share, updates)]
-        ours = {x["seed"]: bits(x) for x in here if x["row"] == OURS and x["kd"]}
+        ours = {x["seed"]: unpacked(x) for x in here if x["row"] == OURS and x["kd"]}
         rows = []
         for row, kd in dict.fromkeys((x["row"], x["kd"]) for x in here):
             found = [x for x in here if (x["row"], x["kd"]) == (row, kd)]
@@ -252,7 +214,7 @@ def table(lines: list[dict]) -> None:
             p = ""
             if (row, kd) != (OURS, True) and shared:
                 mine = np.concatenate([ours[x["seed"]] for x in shared])
-                p = f"{mcnemar(mine, np.concatenate([bits(x) for x in shared])):.2g}"
+                p = f"{mcnemar(mine, np.concatenate([unpacked(x) for x in shared])):.2g}"
             spread = f"{errors.std(ddof=1):.2f} ({len(errors)})" if len(errors) > 1 else ""
             seconds = np.mean([x["seconds"] for x in found])
             text = f"| {share} | {updates} | {row} | {'yes' if kd else 'no'} | {lr:g} "

@@ -1,13 +1,15 @@
 """Selection in closed form against the paper's loop, on the same network, samples and machine.
 
     python tests/benchmarks/selection.py CIFAR_DIR WEIGHTS_DIR [--network resnet56_a]
-        [--samples 500] [--rate 0.5] [--groups layer1.4.conv1,layer2.4.conv1,layer3.4.conv1]
+        [--samples 500] [--rate 0.5]
     python tests/benchmarks/selection.py CIFAR_DIR WEIGHTS_DIR --whole RESULTS.jsonl
         [--network resnet20_a] [--samples 256] [--rate 0.5] [--seeds 0] [--stage-steps 50]
 
-Without --whole: one group of each stage by each solver, with the network's own loss as the
-discriminating one; times are of choosing and refitting that group alone. The whole network is
-extrapolated: every group of a stage is taken to cost what the measured one does.
+Without --whole: the stages of `prune` on the dense network, with untrained heads on its pivots and
+without any training. The closed form is timed over every whole stage; of the loop the group in the
+middle of each stage is run, and the others are extrapolated: each walks over the samples as often
+as it keeps channels asks for, and a walk is taken to cost what it did for the measured one. Seconds
+are of the processor, so that neighbours on the machine disturb them little.
 
 With --whole the network is pruned from end to end by each solver, in a process of its own, and
 trained with the same short fine-tune: seconds of selection, peak memory, test error before and
@@ -18,23 +20,26 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import methods
 import torch
-import torch.nn.functional as F
+from results import Results
 
 from dcptool import console
 from dcptool.network import models
+from dcptool.network.graph import build_graph
 from dcptool.selection import greedy
+from dcptool.selection.heads import new_head, summed, width_at
 from dcptool.selection.samples import share
 from dcptool.selection.settings import Selection
 from dcptool.selection.stage import Stage
+from dcptool.selection.stages import plan_stages
 from dcptool.selection.store import Room
 from dcptool.training.data import DataSpec, open_data, samples
 from dcptool.training.loader import loader
@@ -51,7 +56,6 @@ def main() -> None:
     parser.add_argument("--network", default="resnet56_a")
     parser.add_argument("--samples", type=int, default=500)
     parser.add_argument("--rate", default="0.5")
-    parser.add_argument("--groups", default="layer1.4.conv1,layer2.4.conv1,layer3.4.conv1")
     parser.add_argument("--whole", type=Path, metavar="RESULTS")
     parser.add_argument("--solvers", default="gram,sgd")
     parser.add_argument("--seeds", default="0")
@@ -71,27 +75,27 @@ def whole(given: argparse.Namespace) -> None:
     """Prune and train with each solver and seed, and print a table."""
     names = ("network", "samples", "rate", "stage_steps", "stage_lr", "loop_epochs", "updates")
     conditions = {name: getattr(given, name) for name in names}
+    results = Results(given.whole)
     for seed in map(int, given.seeds.split(",")):
         for solver in given.solvers.split(","):
             key = {**conditions, "solver": solver, "seed": seed}
-            if any(key.items() <= line.items() for line in methods.read(given.whole)):
-                continue
             given.solver = solver
-            # A process of its own, as the peak of memory is never taken back.
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(1, mp_context=context) as pool:
-                found = {**key, **pool.submit(once, given, seed).result()}
-            with given.whole.open("a") as stream:
-                stream.write(json.dumps(found) + "\n")
-            print(json.dumps(found), flush=True)
+            results.once(key, partial(apart, given, seed))
     print("| network | solver | seeds | selection, s | peak, GB | error, % | after training, % |")
     print("|---|---|---|---|---|---|---|")
-    lines = [x for x in methods.read(given.whole) if conditions.items() <= x.items()]
+    lines = results.lines(**conditions)
     for solver in dict.fromkeys(x["solver"] for x in lines):
         mine = [x for x in lines if x["solver"] == solver]
         keys = ("selection_s", "peak_gb", "error", "error_trained")
         mean = [f"{sum(x[k] for x in mine) / len(mine):.2f}" for k in keys]
         print(f"| {given.network} | {solver} | {len(mine)} | " + " | ".join(mean) + " |")
+
+
+def apart(given: argparse.Namespace, seed: int) -> dict:
+    """One run in a process of its own, as the peak of memory is never taken back."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(once, given, seed).result()
 
 
 def once(given: argparse.Namespace, seed: int) -> dict:
@@ -117,21 +121,25 @@ def once(given: argparse.Namespace, seed: int) -> dict:
 
 
 def parts(given: argparse.Namespace) -> None:
-    """Time both solvers on one group of each stage, and print a table."""
+    """Time whole stages in closed form and one group of each by the loop, and print a table."""
     path = given.weights / f"cifar10_{given.network}.safetensors"
     network = models.load(f"zoo:{given.network}", checkpoint=path)
     data = open_data(DataSpec(data_dir=given.cifar), network)
     network.input = data.input
     batches = list(loader(samples(data, given.samples), 64))
     images = share([x for x, _ in batches])
-    losses = [lambda s, y=y: F.cross_entropy(s, y, reduction="sum") for _, y in batches]
+    dense = network.module.eval()
+    graph = build_graph(dense, network.input.size)
     walks = counted()
-    print("| group | solver | seconds | walks over the samples | shared channels |")
-    print("|---|---|---|---|---|")
-    totals = {"sgd": 0.0, "gram": 0.0}
-    for name in given.groups.split(","):
-        kept = {}
-        for solver in ("sgd", "gram"):
+    print("| stage | groups | closed form, s | loop: group | s | walks | all, s | same channels |")
+    print("|---|---|---|---|---|---|---|---|")
+    solved = looped = 0.0
+    first = 0
+    for number, (pivot, last) in enumerate(plan_stages(network, graph, Selection())):
+        head = None if pivot is None else new_head(width_at(dense, pivot, data.input.size), 10, 0)
+        losses = [summed(head, y) for _, y in batches]
+
+        def stage_by(solver: str, pivot: str | None = pivot, losses: list = losses) -> Stage:
             is_loop = solver == "sgd"
             settings = Selection(
                 rate=Fraction(given.rate),
@@ -139,28 +147,35 @@ def parts(given: argparse.Namespace) -> None:
                 target="conv" if is_loop else "block",
                 score="gradient" if is_loop else "rise",
             )
-            dense = network.module.eval()
             current = copy.deepcopy(dense)
             room = Room(2**31)
-            stage = Stage(network, dense, current, {}, settings, room, images, None, losses)
-            group = stage.graph.group(name)
-            with torch.no_grad():
-                stage.probe.begin(stage.chain.place_of(group.consumers[-1]))
-                walks.clear()
-                began = time.perf_counter()
-                kept[solver] = set(stage._decide(group).kept)
-            seconds = time.perf_counter() - began
-            alike = [g for g in settings.groups(stage.graph) if len(g.units) == len(group.units)]
-            totals[solver] += seconds * len(alike)
-            shared = f"{len(kept['sgd'] & kept[solver])} of {len(kept['sgd'])}"
-            count = len(walks) if is_loop else 3  # moments, gradients, dense targets
-            print(f"| {name} | {solver} | {seconds:.2f} | {count} | {shared} |", flush=True)
-    ratio = totals["sgd"] / totals["gram"]
+            return Stage(network, dense, current, {}, settings, room, images, pivot, losses)
+
+        stage, choices = stage_by("gram"), []
+        began = time.process_time()
+        with console.progress("stage", 1) as task:
+            stage.run(first, last, choices, task, None, lambda *_: None)
+        by_form = time.process_time() - began
+        chosen = {choice.group: choice for choice in choices}
+        middle = choices[len(choices) // 2].group
+        stage = stage_by("sgd")
+        group = stage.graph.group(middle)
+        walks.clear()
+        began = time.process_time()
+        with torch.no_grad():
+            stage.probe.begin(stage.chain.place_of(group.consumers[-1]))
+            kept = set(stage._decide(group).kept)
+        one, count = time.process_time() - began, len(walks)
+        all_walks = sum(2 * len(choice.kept) + 1 for choice in choices)
+        by_loop = one / count * all_walks
+        solved, looped, first = solved + by_form, looped + by_loop, last
+        alike = f"{len(kept & set(chosen[middle].kept))} of {len(kept)}"
+        row = (number + 1, len(choices), f"{by_form:.1f}", middle, f"{one:.1f}", count)
+        print("|", " | ".join(map(str, (*row, f"{by_loop:.0f}", alike))), "|", flush=True)
     print(
-        f"extrapolated to the network: sgd {totals['sgd']:.0f} s, gram {totals['gram']:.1f} s: ",
-        end="",
+        f"whole network, {given.samples} samples: loop {looped:.0f} s (extrapolated), closed form "
+        f"{solved:.1f} s (measured): {looped / solved:.0f}x; {torch.get_num_threads()} threads"
     )
-    print(f"{ratio:.0f}x, {given.samples} samples, {torch.get_num_threads()} threads")
 
 
 def counted() -> list[str]:

@@ -11,12 +11,12 @@ ratio of MACs.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+from results import Results
 
 from dcptool import console
 from dcptool.deploy import granularity, latency, machine, timing
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--residual", action="store_true", help="open residual groups, too")
     given = parser.parse_args()
     console.configure(quiet=True)
+    results = Results(given.results)
     for name in given.networks.split(","):
         for rate in given.rates.split(","):
             keys = [
@@ -57,21 +58,15 @@ def main() -> None:
                 for batch in given.batch.split(",")
                 for threads in given.threads.split(",")
             ]
-            known = read(given.results)
-            missing = [k for k in keys if not any(k.items() <= line.items() for line in known)]
+            missing = [key for key in keys if not results.lines(**key)]
             if missing:
-                run(given, name, rate, missing)
-    table(read(given.results))
+                run(given, results, name, rate, missing)
+    table(results.lines())
 
 
-def read(path: Path) -> list[dict]:
-    """All lines that are whole."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-
-
-def run(given: argparse.Namespace, name: str, rate: str, keys: list[dict]) -> None:
+def run(
+    given: argparse.Namespace, results: Results, name: str, rate: str, keys: list[dict]
+) -> None:
     """Export three networks once, and time them beside each other under each condition."""
     network = models.load(f"timm:{name}", pretrained=False)
     graph = build_graph(network.module, network.input.size)
@@ -102,9 +97,7 @@ def run(given: argparse.Namespace, name: str, rate: str, keys: list[dict]) -> No
             line["rounded_over_exact"] = [round(against.low, 3), round(against.high, 3)]
             dense = np.concatenate([block.ravel() for block in times["dense"]])
             line["dense_ms"] = round(1e3 * float(np.median(dense)), 2)
-            with given.results.open("a") as stream:
-                stream.write(json.dumps(line) + "\n")
-            print(json.dumps(line), flush=True)
+            results.add(line)
 
 
 def measure(scanned: dict, batch: int, threads: int, seconds: float) -> dict:
