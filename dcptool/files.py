@@ -205,17 +205,17 @@ def _lives(pid: int) -> bool:
 
 
 _REMEDIES = {
-    errno.ENOSPC: "free some space, or choose another disk with -o",
-    errno.EDQUOT: "free some space, or choose another disk with -o",
+    errno.ENOSPC: "free some space, or write to another disk",
+    errno.EDQUOT: "free some space, or write to another disk",
     errno.EFBIG: "raise the limit: ulimit -f unlimited",
-    errno.EACCES: "check the rights: ls -ld {folder}",
-    errno.EPERM: "check the rights: ls -ld {folder}",
-    errno.EROFS: "choose a writable folder with -o",
+    errno.EACCES: "check the rights: ls -ld {existing}",
+    errno.EPERM: "check the rights: ls -ld {existing}",
+    errno.EROFS: "choose a writable folder",
     errno.ENOENT: "was the folder removed? mkdir -p {folder}",
-    errno.EISDIR: "a folder has this name; choose another one with -o",
-    errno.EEXIST: "a file has this name; choose another one with -o",
-    errno.ENOTDIR: "part of the path is a file; choose another folder with -o",
-    errno.ENAMETOOLONG: "choose a shorter name with -o",
+    errno.EISDIR: "a folder has this name; choose another one",
+    errno.EEXIST: "a file has this name; choose another one",
+    errno.ENOTDIR: "part of the path is a file; choose another folder",
+    errno.ENAMETOOLONG: "choose a shorter name",
 }
 
 
@@ -227,7 +227,11 @@ def storage_fault(err: OSError, path: Path, *, need: int | None = None) -> Envir
             why += f": {shutil.disk_usage(path.parent).free:,} bytes are free"
             why += f", {need:,} are needed" if need else ""
     remedy = _REMEDIES.get(err.errno or 0, "check the disk, then run the same command again")
-    return EnvironmentFault(f"cannot write {path}", why=why, try_=remedy.format(folder=path.parent))
+    # Path.exists raises where it may not look.
+    found = (folder for folder in path.parents if os.path.exists(folder))  # noqa: PTH110
+    existing = next(found, path.parent)
+    try_ = remedy.format(folder=path.parent, existing=existing)
+    return EnvironmentFault(f"cannot write {path}", why=why, try_=try_)
 
 
 def read_bytes(
@@ -351,14 +355,17 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def require_new(path: Path, *, force: bool) -> None:
-    """Refuse to overwrite a file, or a folder with something in it, unless told to."""
+def require_new(path: Path, *, force: bool, instead: str = "another name") -> None:
+    """Refuse to overwrite a file, or a folder with something in it, unless told to.
+
+    `instead` is how another place is named on the command line.
+    """
     occupied = path.is_symlink() or (any(path.iterdir()) if path.is_dir() else path.exists())
     if occupied and not force:
         raise UsageError(
             f"{path} exists already",
             why="nothing is overwritten without being asked",
-            try_=f"choose another place with -o, or add --force to replace {path}",
+            try_=f"{instead}, or --force to replace {path}",
         )
 
 
@@ -372,7 +379,7 @@ def require_space(folder: Path, need: int) -> None:
         raise EnvironmentFault(
             f"not enough room in {folder}",
             why=f"{free:,} bytes are free, about {need:,} are needed",
-            try_="free some space, or choose another disk with -o",
+            try_="free some space, or write to another disk",
         )
 
 
@@ -434,5 +441,5 @@ def _in_use(folder: Path, owner: str) -> EnvironmentFault:
     return EnvironmentFault(
         f"{folder} is in use by another dcptool",
         why=f"{owner} is writing to it",
-        try_="wait for it to end, or choose another folder with -o",
+        try_="wait for it to end, or write to another folder",
     )

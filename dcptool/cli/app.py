@@ -41,6 +41,8 @@ MAKE_FILES = frozenset(("prune", "finetune", "export", "report", "run", "sweep")
 COMPLETE = "_DCPTOOL_COMPLETE"
 # Where a process that was started for one document leaves it, instead of printing it.
 DOCUMENT_FILE = "DCPTOOL_DOCUMENT"
+# Where the processes of one command leave word how each of them ended.
+STATUS_FOLDER = "DCPTOOL_STATUS_DIR"
 
 _printed = {"document": False}
 
@@ -172,6 +174,12 @@ def _report(err: DcptoolError, arguments: list[str]) -> int:
 
         with suppress(OSError):
             traceback.print_exc()
+    if STATUS_FOLDER in os.environ:
+        from dcptool.cli import launch
+
+        with suppress(OSError, DcptoolError):
+            launch.leave_word(err, printed=_printed["document"])
+            return err.code
     if "--json" in options and not _printed["document"]:
         document = {"dcptool": __version__, "error": err.document()}
         with suppress(OSError):
@@ -180,6 +188,11 @@ def _report(err: DcptoolError, arguments: list[str]) -> int:
         sys.stderr.write(console.printable(err.lines()) + "\n")
         sys.stderr.flush()
     return err.code
+
+
+def mark_printed(is_printed: bool) -> None:
+    """Remember that another process has printed the document of this command."""
+    _printed["document"] |= is_printed
 
 
 def invoke(name: str, arguments: Sequence[str]) -> dict[str, Any]:
@@ -243,7 +256,8 @@ def emit(
     whole = {"dcptool": __version__, "command": command, **document}
     if failure is not None:
         whole["error"] = failure.document()
-    if hand_over(whole):
+    is_other_rank = os.environ.get("RANK", "0") != "0"
+    if is_other_rank or hand_over(whole):
         if failure is not None:
             raise failure
         return

@@ -11,6 +11,7 @@ import click
 
 from dcptool import console
 from dcptool.cli.app import emit
+from dcptool.cli.numbers import FiniteRange
 from dcptool.cli.options import data_options, model_options, output_options, runs_option
 from dcptool.errors import GateFailed, UsageError
 
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--duration",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=4.0,
     show_default=True,
     help="Seconds of timed calls for each row.",
@@ -62,11 +63,11 @@ if TYPE_CHECKING:
     help="What to compare with: a target; `dense` for its dense network.",
 )
 @click.option(
-    "--min-speedup", type=click.FloatRange(0), help="Exit 4 when a speed-up is smaller than this."
+    "--min-speedup", type=FiniteRange(0), help="Exit 4 when a speed-up is smaller than this."
 )
 @click.option(
     "--onnx-memory",
-    type=click.FloatRange(0.5),
+    type=FiniteRange(0.5),
     default=4.0,
     show_default=True,
     help="GiB that checking a file may take beside eight times its size.",

@@ -9,6 +9,7 @@ import click
 
 from dcptool import console
 from dcptool.cli.app import emit
+from dcptool.cli.numbers import FiniteRange
 from dcptool.cli.options import (
     data_options,
     machine_options,
@@ -44,7 +45,7 @@ from dcptool.errors import GateFailed, UsageError
 )
 @click.option("--per-class", is_flag=True, help="The accuracy of every class as well.")
 @click.option(
-    "--min-top1", type=click.FloatRange(0, 100), help="Fail (exit 4) below this top-1 in percent."
+    "--min-top1", type=FiniteRange(0, 100), help="Fail (exit 4) below this top-1 in percent."
 )
 @machine_options
 @model_options
@@ -80,6 +81,8 @@ def command(
 
     if nproc_per_node > 1 and not launch.is_launched():
         return launch.through_torchrun(nproc_per_node)
+
+    import torch
 
     from dcptool.pipeline import rundir
     from dcptool.training import data as images
@@ -132,12 +135,13 @@ def command(
             per_class=per_class,
             dist=dist,
         )
+        # Every process reads its share of the images.
+        skipped = int(dist.sum(torch.tensor(len(chosen.store.bad), device=where)))
         processes.stop()
     if not dist.is_writer:
         return None
-    if chosen.store.bad:
-        many = len(chosen.store.bad)
-        console.warn(f"{many} unreadable image{'s were' if many > 1 else ' was'} left out")
+    if skipped:
+        console.warn(f"{skipped} unreadable image{'s were' if skipped > 1 else ' was'} left out")
     gates = []
     if min_top1 is not None:
         ok = accuracy.top1 >= min_top1
@@ -152,6 +156,7 @@ def command(
         "loss": accuracy.loss,
         "images": accuracy.images,
         "images_per_second": round(accuracy.images_per_second, 2),
+        "skipped": skipped,
         "gates": gates,
     }
     if accuracy.per_class is not None:

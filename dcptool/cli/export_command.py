@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import click
 
 from dcptool import console, files
 from dcptool.cli.app import emit
+from dcptool.cli.numbers import FiniteRange
 from dcptool.cli.options import data_options, model_options, output_options, runs_option
 from dcptool.errors import UsageError
 
@@ -49,12 +51,8 @@ from dcptool.errors import UsageError
 @click.option(
     "--fp16", is_flag=True, help="Compute in 16-bit floats; input and output stay as they are."
 )
-@click.option(
-    "--atol", type=click.FloatRange(0), help="Absolute tolerance of parity (1e-5; fp16 1e-3)."
-)
-@click.option(
-    "--rtol", type=click.FloatRange(0), help="Relative tolerance of parity (1e-4; fp16 2e-2)."
-)
+@click.option("--atol", type=FiniteRange(0), help="Absolute tolerance of parity (1e-5; fp16 1e-3).")
+@click.option("--rtol", type=FiniteRange(0), help="Relative tolerance of parity (1e-4; fp16 2e-2).")
 @click.option("--int8", "as_int8", is_flag=True, help="Static INT8 (QDQ, one scale per channel).")
 @click.option(
     "--calibration",
@@ -71,7 +69,7 @@ from dcptool.errors import UsageError
 )
 @click.option(
     "--max-accuracy-drop",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     metavar="POINTS",
     help="Exit 4, and write nothing, when --int8 loses more top-1 than this.",
 )
@@ -126,6 +124,8 @@ def command(
     from dcptool.pipeline import rundir
 
     # All that can be wrong with the command line, before a library is loaded.
+    if onnx_file:
+        _refuse_folder(target, onnx_file)
     target = target or str(rundir.latest(runs_dir))
     if Path(target).is_file():
         raise UsageError(
@@ -135,9 +135,9 @@ def command(
     artifact = Path(target).is_dir()
     path = _output(target, onnx_file, artifact)
     with_onnx = onnx_file is not None or not safetensors
-    for wanted in (path if with_onnx else None, safetensors):
+    for option, wanted in (("--onnx", path if with_onnx else None), ("--safetensors", safetensors)):
         if wanted:
-            files.require_new(wanted, force=force)
+            files.require_new(wanted, force=force, instead=f"another file with {option} FILE")
 
     from dcptool.deploy import export as exporting
     from dcptool.deploy import int8, targets
@@ -180,6 +180,18 @@ def command(
         )
         document |= result.document()
     emit("export", document, _text(document), as_json=as_json)
+
+
+def _refuse_folder(target: str | None, onnx_file: str) -> None:
+    """A folder after --onnx is mostly what was to be exported."""
+    path = Path(onnx_file)
+    if not path.is_dir():
+        return
+    meant = [target, "--onnx", str(path / "model.onnx")] if target else [onnx_file, "--onnx"]
+    raise UsageError(
+        f"{path} is a folder, and --onnx names the file to write",
+        try_=shlex.join(["dcptool", "export", *meant]),
+    )
 
 
 def _output(target: str, onnx_file: str | None, artifact: bool) -> Path:

@@ -29,11 +29,12 @@ _OF_THE_MACHINE = frozenset(
         errno.EBADF,
     )
 )
-# As torch, the C++ library and the loader of libraries put it.
+# As torch, the C++ library, oneDNN and the loader of libraries put it.
 _NO_MEMORY = (
     "not enough memory",
     "out of memory",
     "std::bad_alloc",
+    "could not create a primitive",
     "can't allocate memory",
     "Cannot allocate memory",
     "failed to map segment from shared object",
@@ -61,13 +62,29 @@ def of_usage(err: click.ClickException, arguments: list[str]) -> UsageError:
             why = "the options of a command stand after its name"
         return UsageError(f"{name} has no option {err.option_name}", why=why, try_=help_)
     if isinstance(err, click.MissingParameter) and err.param is not None:
-        metavar = err.param.make_metavar(context) if context else str(err.param.name)
-        return UsageError(f"{name} needs {metavar}", why="it was not given", try_=help_)
+        wanted = _wanted(err.param, context) if context else str(err.param.name)
+        example = _completed(err.param, context, arguments) if context else ""
+        return UsageError(f"{name} needs {wanted}", why="it was not given", try_=example or help_)
     if isinstance(err, click.BadParameter):
         found = _bad_values(err, arguments) or [_line(err)]
         count = "a value" if len(found) == 1 else f"{len(found)} values"
         return UsageError(f"{name} cannot use {count}", why="\n".join(found), try_=help_)
     return UsageError(f"{name} cannot be called so", why=_plain(err.format_message()), try_=help_)
+
+
+def _wanted(param: click.Parameter, context: click.Context) -> str:
+    metavar = param.make_metavar(context)
+    return f"{param.opts[0]} {metavar}" if isinstance(param, click.Option) else metavar
+
+
+def _completed(param: click.Parameter, context: click.Context, arguments: list[str]) -> str:
+    """What was typed with the option that is missing, as the first example of its help has it."""
+    for line in (context.command.help or "").splitlines():
+        words = line.split()
+        if words[:1] == ["dcptool"] and param.opts[0] in words:
+            place = words.index(param.opts[0])
+            return shlex.join(["dcptool", *arguments, *words[place : place + 2]])
+    return ""
 
 
 def _spelled(argument: str, wrong: str, right: str) -> str:
@@ -95,7 +112,7 @@ def _bad_values(err: click.BadParameter, arguments: list[str]) -> list[str]:
             try:
                 param.handle_parse_result(again, values, left)
             except click.MissingParameter:
-                found.append(f"{param.make_metavar(again)} is missing")
+                found.append(f"{_wanted(param, again)} is missing")
             except click.BadParameter as another:
                 found.append(_line(another))
     return found

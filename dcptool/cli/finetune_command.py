@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path, PurePosixPath
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
@@ -14,6 +12,7 @@ import click
 from dcptool import console
 from dcptool.cli import recorded
 from dcptool.cli.app import emit
+from dcptool.cli.numbers import FiniteRange
 from dcptool.cli.options import (
     augment_options,
     data_options,
@@ -44,12 +43,10 @@ RESULT_FILE = "result.json"
 @click.option(
     "--teacher-checkpoint", type=click.Path(path_type=Path), metavar="FILE", help="Its weights."
 )
-@click.option("--kd-weight", type=click.FloatRange(0, 1), default=0.5, help="The teacher's share.")
-@click.option(
-    "--kd-temperature", type=click.FloatRange(0, min_open=True), default=2.0, help="Softness."
-)
+@click.option("--kd-weight", type=FiniteRange(0, 1), default=0.5, help="The teacher's share.")
+@click.option("--kd-temperature", type=FiniteRange(0, min_open=True), default=2.0, help="Softness.")
 @click.option("--reestimate-norms", is_flag=True, help="Measure batch-norm statistics first.")
-@click.option("--min-top1", type=click.FloatRange(0, 100), help="Fail (exit 4) below this top-1.")
+@click.option("--min-top1", type=FiniteRange(0, 100), help="Fail (exit 4) below this top-1.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the result."
 )
@@ -105,8 +102,8 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
     from dcptool import files
     from dcptool.cli import launch
     from dcptool.network import artifact
+    from dcptool.pipeline import ancestry, rundir
     from dcptool.pipeline import finetune as pipeline
-    from dcptool.pipeline import rundir
     from dcptool.report import page, record
     from dcptool.training import data as images
     from dcptool.training import dist as processes
@@ -116,6 +113,8 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
     from dcptool.training.settings import training_of
 
     training = training_of(options["training"])
+    named = options["kd"] or options["teacher"] or options["teacher_checkpoint"]
+    pipeline.check_loss(training, wants_teacher=bool(named) and options["kd"] is not False)
     check_trackers(training.report_to)
     device = choose_device(options["device"], launch.local_rank())
     target = options["target"] or str(rundir.latest(options["runs_dir"]))
@@ -135,6 +134,16 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
         if options["reset_head"]:
             network = reset_head(network, found, seed=options["seed"])
         check_classes(network, found)
+        if teacher is not None and teacher.base.num_classes != network.base.num_classes:
+            raise UsageError(
+                f"the teacher has {teacher.base.num_classes} classes, "
+                f"the network {network.base.num_classes}",
+                why="it can only teach the classes that it knows",
+                try_="--no-kd, or --teacher with a network of the same classes",
+            )
+        pipeline.check(
+            found, taught=teacher is not None, min_top1=options["min_top1"], training=training
+        )
         folder = dist.broadcast(_folder(options, resume, target) if dist.is_writer else None)
         assert folder is not None
         launch.record_in(folder)
@@ -146,10 +155,15 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
                 old = recorded.replaced(folder, RESULT_FILE)
                 files.publish_json(folder / OPTIONS_FILE, {**plain, **old})
         console.note(f"fine-tuning {network.base} in {folder}")
+        lineage = ancestry.lineage_from(target, network, folder)
+        if options["reset_head"]:
+            lineage.pop("dense", None)  # it answers for other classes
         fresh = options["reset_head"] or network.weights.startswith("random")
         taught = None
         if teacher is not None:
-            taught = pipeline.Distillation(teacher, options["kd_weight"], options["kd_temperature"])
+            taught = pipeline.Distillation(
+                teacher.module, options["kd_weight"], options["kd_temperature"]
+            )
         result = pipeline.finetune(
             network,
             found,
@@ -163,8 +177,8 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
                 fresh=fresh,
                 reestimate=options["reestimate_norms"],
                 min_top1=options["min_top1"],
-                lineage=_lineage(target, network, folder),
-                resume_command=f"dcptool finetune --resume {shlex.quote(str(folder))}",
+                lineage=lineage,
+                resume_command=launch.resume_command("finetune", folder),
             ),
             folder,
             dist,
@@ -193,6 +207,7 @@ def _teacher(options: dict[str, Any], target: str, network: Any) -> Any:
     if options["kd"] is False:
         return None
     from dcptool.network import artifact, models
+    from dcptool.pipeline import ancestry
 
     where = options["teacher"]
     checkpoint = options["teacher_checkpoint"]
@@ -200,12 +215,17 @@ def _teacher(options: dict[str, Any], target: str, network: Any) -> Any:
         where = str(network.base)
     if where is not None:
         pretrained = checkpoint is None and not artifact.is_artifact(where)
-        found = artifact.open_target(
+        return artifact.open_target(
             where, pretrained=pretrained, checkpoint=checkpoint, offline=options["offline"]
         )
-        return found.module
     if artifact.is_artifact(target):
-        path = _dense_weights(target, artifact.read(Path(target)).lineage)
+        path = ancestry.dense_weights(target, artifact.read(Path(target)).lineage)
+        if path is not None and options["reset_head"] and not options["kd"]:
+            console.note("no distillation: the dense network knows other classes than the new head")
+            return None
+        if path is not None and options["training"]["loss"] == "angular":
+            console.note("no distillation: --loss angular trains by the labels alone")
+            return None
         if path is not None:
             return models.load(
                 str(network.base),
@@ -213,7 +233,7 @@ def _teacher(options: dict[str, Any], target: str, network: Any) -> Any:
                 num_classes=network.base.num_classes,
                 img_size=network.input.size[1],
                 offline=True,
-            ).module
+            )
     if options["kd"]:
         raise UsageError(
             "--kd needs the dense weights",
@@ -251,47 +271,15 @@ def _title(target: str) -> str:
     return path.resolve().name if path.exists() else target
 
 
-def _dense_weights(target: str, lineage: Mapping[str, Any]) -> Path | None:
-    """The dense weights that an artifact keeps beside itself, or its parent run does."""
-    dense = lineage.get("dense")
-    name = dense.get("checkpoint") if isinstance(dense, dict) else None
-    if not isinstance(name, str) or not _is_near(name):
-        return None
-    path = Path(target) / name
-    return path if path.is_file() else None
-
-
-def _is_near(name: str) -> bool:
-    """Whether a manifest may say it: in the folder itself, or in one beside it."""
-    path = PurePosixPath(name)
-    above = path.parts[:-1].count("..")
-    return not path.is_absolute() and "\0" not in name and above <= 1 and len(path.parts) <= 3
-
-
-def _lineage(target: str, network: Any, folder: Path) -> dict[str, Any]:
-    from dcptool import files
-    from dcptool.network import artifact
-
-    if not artifact.is_artifact(target):
-        return {"source": target, "weights": network.weights}
-    before = dict(artifact.read(Path(target)).lineage)
-    data = files.read_bytes(Path(target) / artifact.MANIFEST, what="manifest")
-    parent = {"name": Path(target).resolve().name, "manifest_sha256": files.sha256(data)}
-    weights = _dense_weights(target, before)
-    if weights is not None:
-        near = os.path.relpath(weights.resolve(), folder.resolve())
-        before["dense"] = {**before["dense"], "checkpoint": near if _is_near(near) else None}
-    return {**before, "parent": parent}
-
-
 def _document(result: Any, target: str, data: Any) -> dict[str, Any]:
-    before, after = result.before, result.after
+    before, after, agreed = result.before, result.after, result.agreement
     return {
         "artifact": str(result.artifact),
         "target": target,
         "data": data.source,
         "before": {"top1": before.top1} if before else None,
         "after": {"top1": after.top1, "top5": after.top5} if after else None,
+        "agreement": {"before": asdict(agreed[0]), "after": asdict(agreed[1])} if agreed else None,
         "images": after.images if after else 0,
         "epochs": round(result.fitted.epochs, 4),
         "steps": result.fitted.steps,
@@ -317,6 +305,12 @@ def _text(document: dict[str, Any]) -> str:
         text += (
             f"\ntop-1 {document['before']['top1']:.2f} % -> {document['after']['top1']:.2f} %, "
             f"top-5 {document['after']['top5']:.2f} %, {document['images']:,} images"
+        )
+    if document.get("agreement"):
+        before, after = document["agreement"]["before"], document["agreement"]["after"]
+        text += (
+            f"\nagreement with the teacher {before['top1']:.2f} % -> {after['top1']:.2f} %, "
+            f"KL {before['kl']:.4f} -> {after['kl']:.4f}, {after['images']:,} held-out images"
         )
     if document["skipped"]:
         text += f"\n{document['skipped']} unreadable images skipped"

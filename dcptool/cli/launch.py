@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,6 @@ from dcptool.errors import DcptoolError, EnvironmentFault, Interrupted
 if TYPE_CHECKING:
     from dcptool.training.dist import Dist
 
-STATUS_FOLDER = "DCPTOOL_STATUS_DIR"
 PR_SET_PDEATHSIG = 1
 
 
@@ -38,6 +38,14 @@ def is_launched() -> bool:
 def local_rank() -> int:
     """The number of this process on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def resume_command(command: str, folder: Path) -> str:
+    """What to type to go on with a run in as many processes as this program started for it."""
+    words = ["dcptool", command, "--resume", str(folder)]
+    if app.STATUS_FOLDER in os.environ:
+        words += ["--nproc-per-node", os.environ["WORLD_SIZE"]]
+    return shlex.join(words)
 
 
 _folders: list[Path] = []
@@ -71,9 +79,9 @@ def together(device: str) -> Iterator[Dist]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         fault = _fault_of(err)
         _write_status(rank, fault)
-        if rank and STATUS_FOLDER not in os.environ and fault.code < 128:
+        if rank and app.STATUS_FOLDER not in os.environ and fault.code < 128:
             sys.stderr.write(f"rank {rank}: {fault.lines()}\n")
-        if rank or STATUS_FOLDER in os.environ:
+        if rank or app.STATUS_FOLDER in os.environ:
             # Said once, by rank 0 or by the command that started all of them.
             raise click.exceptions.Exit(fault.code) from err
         if fault is err:
@@ -100,7 +108,7 @@ def _end_alone(rank: int, why: str) -> None:
         try_="look at the messages of the other ranks, then run again with --resume",
     )
     _write_status(rank, fault)
-    if STATUS_FOLDER not in os.environ:
+    if app.STATUS_FOLDER not in os.environ:
         sys.stderr.write(f"rank {rank}: {fault.lines()}\n")
         sys.stderr.flush()
     os._exit(fault.code)
@@ -114,13 +122,21 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _write_status(rank: int, fault: DcptoolError | None) -> None:
+def leave_word(fault: DcptoolError, *, printed: bool) -> None:
+    """Let the command that started this rank say what went wrong before or after the ranks met.
+
+    `printed` tells it that the document, with the same fault in it, is on stdout already.
+    """
+    _write_status(int(os.environ.get("RANK", "0")), fault, printed=printed)
+
+
+def _write_status(rank: int, fault: DcptoolError | None, *, printed: bool = False) -> None:
     """Record how one rank ended, for the command that started it and beside the run."""
-    document: dict[str, object] = {"rank": rank, "code": 0, "reason": "done"}
+    document: dict[str, object] = {"rank": rank, "code": 0, "reason": "done", "printed": printed}
     if fault is not None:
         document |= {"code": fault.code, "reason": fault.message}
         document |= {"why": fault.why, "try": fault.try_}
-    told = os.environ.get(STATUS_FOLDER)
+    told = os.environ.get(app.STATUS_FOLDER)
     for folder in [*_folders, *([Path(told)] if told else [])]:
         if folder.is_dir():
             files.publish_json(folder / f"status.{rank}.json", document)
@@ -135,7 +151,7 @@ def through_torchrun(processes: int) -> int:
     called = app.called()
     arguments = _without_option(called or sys.argv[1:], "--nproc-per-node")
     with tempfile.TemporaryDirectory(prefix="dcptool-") as status, _environment() as environ:
-        environ[STATUS_FOLDER] = status
+        environ[app.STATUS_FOLDER] = status
         document = Path(status) / "document.json"
         if called is not None:
             environ[app.DOCUMENT_FILE] = str(document)
@@ -150,7 +166,7 @@ def through_torchrun(processes: int) -> int:
             max_restarts=0,
             start_method="spawn",
         )
-        stopped, first = 0, 0
+        stopped, failed = 0, None
         # Its warnings repeat, at length, what is said below in three lines.
         logging.disable(logging.CRITICAL)
         try:
@@ -158,13 +174,14 @@ def through_torchrun(processes: int) -> int:
         except SignalException as err:
             stopped = int(err.sigval)
         except ChildFailedError as err:
-            first = err.get_first_failure()[0]
+            rank, failure = err.get_first_failure()
+            failed = (rank, failure.exitcode)
             console.detail(str(err).splitlines()[0])
         finally:
             logging.disable(logging.NOTSET)
         if document.exists():
             app.hand_over(files.read_json(document, what="the document of a process"))
-        return _answer(Path(status), processes, stopped, first)
+        return _answer(Path(status), processes, stopped, failed)
 
 
 @contextmanager
@@ -199,10 +216,13 @@ def _without_option(arguments: list[str], name: str) -> list[str]:
     return kept
 
 
-def _answer(folder: Path, processes: int, stopped: int, first: int = 0) -> int:
+def _answer(
+    folder: Path, processes: int, stopped: int, failed: tuple[int, int] | None = None
+) -> int:
     """The code of the whole: that of the rank which knows best why it ended.
 
-    `stopped` is the signal that this process got; `first` the rank that the launcher saw end first.
+    `stopped` is the signal that this process got; `failed` the rank that the launcher saw fail
+    first, with its exit code.
     """
     found: dict[int, dict[str, Any]] = {}
     for rank in range(processes):
@@ -210,15 +230,16 @@ def _answer(folder: Path, processes: int, stopped: int, first: int = 0) -> int:
         if path.exists():
             found[rank] = files.read_json(path, what="the status of a process")
     missing = [rank for rank in range(processes) if rank not in found]
+    first, code = failed or (0, 0)
     if missing and stopped:
         raise Interrupted(stopped)
-    if missing:
+    if missing and not code:
+        return 0  # there was nothing to do together
+    if first in missing and code > 0:
+        return code  # it could not leave its word, so it has spoken for itself
+    if missing and found.get(first, {}).get("code", 0) in (0, EnvironmentFault.code):
         seen = [status["why"] for status in found.values() if status.get("why")]
-        raise EnvironmentFault(
-            f"process {first if first in missing else missing[0]} of {processes} died or hangs",
-            why="\n".join(["it left no word: killed, or out of memory", *seen[:1]]),
-            try_="the same command with a smaller --batch-size, or fewer processes",
-        )
+        raise _died(first if first in missing else missing[0], processes, seen[:1])
 
     def ignorance(rank: int) -> tuple[bool, bool, bool, int]:
         # A rank that lost its peers says 5, or was ended by the launcher for that reason; the one
@@ -228,8 +249,21 @@ def _answer(folder: Path, processes: int, stopped: int, first: int = 0) -> int:
         return code == 0, ended, code == EnvironmentFault.code, rank
 
     status = found[min(found, key=ignorance)]
+    if status["code"] == 0 and stopped:
+        raise Interrupted(stopped)
+    if status["code"] == 0 and code < 0:
+        raise _died(first, processes)
     if status["code"] == 0:
-        return 0
+        return code
+    app.mark_printed(any(one["printed"] for one in found.values()))
     err = DcptoolError(status["reason"], why=status.get("why", ""), try_=status.get("try", ""))
     err.code = status["code"]
     raise err
+
+
+def _died(rank: int, processes: int, seen: Sequence[str] = ()) -> EnvironmentFault:
+    return EnvironmentFault(
+        f"process {rank} of {processes} died or hangs",
+        why="\n".join(["it left no word: killed, or out of memory", *seen]),
+        try_="the same command with a smaller --batch-size, or fewer processes",
+    )

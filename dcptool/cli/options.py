@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from dcptool import console
+from dcptool.cli.numbers import FiniteRange
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -126,16 +127,26 @@ data_options = packed(
     click.option("--val-split", help="Name of the split that choices are made on."),
     click.option(
         "--val-fraction",
-        type=click.FloatRange(0, 0.9, min_open=True),
+        type=FiniteRange(0, 0.9, min_open=True),
         default=0.1,
         show_default=True,
         help="Share of train held out when there is no val; at most 5,000 images.",
     ),
     click.option("--dataset-download", is_flag=True, help="Let torch/ data sets be downloaded."),
     click.option(
-        "--mean", type=float, nargs=3, metavar="R G B", help="Mean of the pixels, 0 to 1."
+        "--mean",
+        type=FiniteRange(0, 1),
+        nargs=3,
+        metavar="R G B",
+        help="Mean of the pixels, 0 to 1.",
     ),
-    click.option("--std", type=float, nargs=3, metavar="R G B", help="Their standard deviation."),
+    click.option(
+        "--std",
+        type=FiniteRange(0, min_open=True),
+        nargs=3,
+        metavar="R G B",
+        help="Their standard deviation.",
+    ),
     click.option(
         "--interpolation",
         type=click.Choice(["bilinear", "bicubic", "nearest", "lanczos"]),
@@ -143,7 +154,7 @@ data_options = packed(
     ),
     click.option(
         "--crop-pct",
-        type=click.FloatRange(0, 1, min_open=True),
+        type=FiniteRange(0, 1, min_open=True),
         help="Share of the resized image that the centre crop keeps.",
     ),
     click.option(
@@ -179,17 +190,27 @@ machine_options = stack(
 augment_options = packed(
     "augment",
     click.option("--no-aug", "off", is_flag=True, help="No augmentation of training images."),
-    click.option("--hflip", type=click.FloatRange(0, 1), help="Chance of a mirror image (0.5)."),
+    click.option("--hflip", type=FiniteRange(0, 1), help="Chance of a mirror image (0.5)."),
     click.option("--pad", type=click.IntRange(0), help="Shift small images by up to so many px."),
-    click.option("--scale", type=float, nargs=2, metavar="LOW HIGH", help="Area of random crops."),
     click.option(
-        "--ratio", type=float, nargs=2, metavar="LOW HIGH", help="Aspect of random crops."
+        "--scale",
+        type=FiniteRange(0, 1, min_open=True),
+        nargs=2,
+        metavar="LOW HIGH",
+        help="Area of random crops.",
     ),
-    click.option("--color-jitter", type=click.FloatRange(0), help="Strength of colour changes."),
+    click.option(
+        "--ratio",
+        type=FiniteRange(0, min_open=True),
+        nargs=2,
+        metavar="LOW HIGH",
+        help="Aspect of random crops.",
+    ),
+    click.option("--color-jitter", type=FiniteRange(0), help="Strength of colour changes."),
     click.option(
         "--aa", metavar="POLICY", help="AutoAugment or RandAugment, e.g. rand-m9-mstd0.5."
     ),
-    click.option("--reprob", type=click.FloatRange(0, 1), default=0.0, help="Random erasing."),
+    click.option("--reprob", type=FiniteRange(0, 1), default=0.0, help="Random erasing."),
 )
 
 # How weights change, wherever they do.
@@ -204,30 +225,30 @@ _UPDATES = (
     ),
     click.option(
         "--decay-rate",
-        type=click.FloatRange(0, 1, min_open=True),
+        type=FiniteRange(0, 1, min_open=True),
         default=0.1,
         show_default=True,
         help="Factor of --sched step at each milestone, of exponential at each step.",
     ),
     click.option(
         "--momentum",
-        type=click.FloatRange(0, 1),
+        type=FiniteRange(0, 1),
         default=0.9,
         show_default=True,
         help="Share of the last step that the next one keeps.",
     ),
     click.option(
         "--weight-decay",
-        type=click.FloatRange(0),
+        type=FiniteRange(0),
         default=1e-4,
         show_default=True,
         help="Pull of the weights towards zero.",
     ),
     click.option("--no-decay-norms", is_flag=True, help="No weight decay on norms and biases."),
-    click.option("--clip-grad", type=click.FloatRange(0, min_open=True), help="Largest norm."),
-    click.option("--smoothing", type=click.FloatRange(0, 1), default=0.0, help="Label smoothing."),
-    click.option("--mixup", type=click.FloatRange(0), default=0.0, help="Mixup alpha."),
-    click.option("--cutmix", type=click.FloatRange(0), default=0.0, help="CutMix alpha."),
+    click.option("--clip-grad", type=FiniteRange(0, min_open=True), help="Largest norm."),
+    click.option("--smoothing", type=FiniteRange(0, 1), default=0.0, help="Label smoothing."),
+    click.option("--mixup", type=FiniteRange(0), default=0.0, help="Mixup alpha."),
+    click.option("--cutmix", type=FiniteRange(0), default=0.0, help="CutMix alpha."),
     click.option(
         "--loss",
         type=click.Choice(["cross-entropy", "angular"]),
@@ -263,14 +284,12 @@ update_options = packed("training", *_UPDATES)
 training_options = packed(
     "training",
     click.option("-b", "--batch-size", type=click.IntRange(1), help="Images per step and process."),
-    click.option("--epochs", type=click.FloatRange(0), help="Passes over the training images."),
+    click.option("--epochs", type=FiniteRange(0), help="Passes over the training images."),
     click.option("--steps", type=click.IntRange(0), help="Updates, instead of --epochs."),
     click.option("--max-time", metavar="TIME", help="End after 90s, 20m, 3h."),
     *_UPDATES,
-    click.option("--lr", type=click.FloatRange(0, min_open=True), help="Peak learning rate."),
-    click.option(
-        "--warmup-epochs", type=click.FloatRange(0), help="Linear warm-up (5 % of the whole)."
-    ),
+    click.option("--lr", type=FiniteRange(0, min_open=True), help="Peak learning rate."),
+    click.option("--warmup-epochs", type=FiniteRange(0), help="Linear warm-up (5 % of the whole)."),
     click.option(
         "--decay-milestones",
         metavar="E,E,...",
@@ -278,7 +297,7 @@ training_options = packed(
     ),
     click.option(
         "--sparsity",
-        type=click.FloatRange(0),
+        type=FiniteRange(0),
         default=0.0,
         help="L1 pull on the scales of batch norms, for `prune --method slimming`.",
     ),
@@ -289,7 +308,7 @@ training_options = packed(
         default=0,
         help="Extra losses, evenly over the depth, while training (wm+).",
     ),
-    click.option("--model-ema-decay", type=click.FloatRange(0, 1), help="Average the weights."),
+    click.option("--model-ema-decay", type=FiniteRange(0, 1), help="Average the weights."),
     click.option(
         "--log-interval",
         type=click.IntRange(1),
@@ -299,7 +318,7 @@ training_options = packed(
     ),
     click.option(
         "--save-every",
-        type=click.FloatRange(0),
+        type=FiniteRange(0),
         default=60.0,
         show_default=True,
         help="Seconds between checkpoints within an epoch.",

@@ -15,6 +15,7 @@ import click
 from dcptool import console
 from dcptool.cli import recorded
 from dcptool.cli.app import emit
+from dcptool.cli.numbers import FiniteRange
 from dcptool.cli.options import (
     augment_options,
     data_options,
@@ -39,10 +40,10 @@ if TYPE_CHECKING:
 @selection_options
 @click.option("--no-training", is_flag=True, help="No labels, no optimizer: solve, do not train.")
 @click.option("--stage-steps", type=click.IntRange(0), help="Updates before each stage.")
-@click.option("--stage-epochs", type=click.FloatRange(0), help="The same in passes over train.")
+@click.option("--stage-epochs", type=FiniteRange(0), help="The same in passes over train.")
 @click.option(
     "--stage-lr",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=0.005,
     show_default=True,
     help="Peak learning rate of the stages.",
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--min-agreement",
-    type=click.FloatRange(0, 100),
+    type=FiniteRange(0, 100),
     help="Fail (exit 4) when fewer held-out images get the dense network's answer, in percent.",
 )
 @update_options
@@ -165,13 +166,21 @@ def _work(
         dist = stack.enter_context(launch.together(device))
         if options["output"] is not None and resume is None and dist.is_writer:
             files.require_new(options["output"], force=options["force"])
-        network, data = _open(model, options, device, dist)
+        network, data, is_bare = _open(model, options)
         if data.labelled:
             check_classes(network, data)
         settings = _rounded(network, data, settings, options, dist)
         training_wanted = not options["no_training"]
+        if not training_wanted and math.isinf(settings.discrimination):
+            raise UsageError(
+                "--lambda inf needs training",
+                why="it leaves the heads' loss alone to choose by, and --no-training has no heads",
+                try_="leave out one of the two",
+            )
         pipeline.check(network, data, settings, training=training_wanted, processes=dist.world)
         widths.check_reach(network, settings, dist)
+        if is_bare:
+            network = _fitted(network, data, options, device, dist)
         made = None
         if dist.is_writer:
             made = resume or _folder(model, settings, options)
@@ -182,6 +191,7 @@ def _work(
         if dist.is_writer:
             stack.enter_context(files.lock_folder(folder))
             if resume is None:
+                prune_record.clear(folder)
                 lasting = Path(model) if artifact.is_artifact(model) else model
                 plain = recorded.plain({**options, "model": lasting})
                 old = recorded.replaced(folder, artifact.MANIFEST)
@@ -199,8 +209,8 @@ def _work(
             device=device,
             workers=options["workers"],
             min_agreement=options["min_agreement"],
-            lineage={"source": model if ":" in model else str(network.base)},
-            resume_command=f"dcptool prune --resume {shlex.quote(str(folder))}",
+            **_ancestry(model, network, folder),
+            resume_command=launch.resume_command("prune", folder),
         )
         drop = options["selection"]["max_accuracy_drop"]
         if drop is None:
@@ -214,13 +224,14 @@ def _work(
         processes.stop()
         if not dist.is_writer:
             return None
-        if folder.parent == rundir.runs_folder(options["runs_dir"]):
+        is_latest = folder.parent == rundir.runs_folder(options["runs_dir"])
+        if is_latest:
             rundir.set_latest(folder)
         from dcptool.report import page
 
         kept = {**document, "artifact": folder.name}
         page.after(folder, "prune", kept, recorded.typed())
-        console.note(prune_record.next_commands(document["artifact"]))
+        console.note(prune_record.next_commands(folder, is_latest=is_latest))
         return document
 
 
@@ -242,10 +253,21 @@ def _rounded(
     return settings
 
 
-def _open(model: str, options: dict[str, Any], device: str, dist: Dist) -> tuple[Network, Data]:
-    """The network and its images; with neither data nor weights, a baseline on the built-in set."""
+def _ancestry(model: str, network: Network, folder: Path) -> dict[str, Any]:
+    """Where the network comes from; of an artifact its lineage, and what it was made from."""
     from dcptool.network import artifact
-    from dcptool.pipeline import baseline, rundir
+    from dcptool.pipeline import ancestry
+
+    if not artifact.is_artifact(model):
+        return {"lineage": {"source": model if ":" in model else str(network.base)}}
+    known = ancestry.dense_weights(model, artifact.read(Path(model)).lineage)
+    return {"lineage": ancestry.lineage_from(model, network, folder), "ancestor": known}
+
+
+def _open(model: str, options: dict[str, Any]) -> tuple[Network, Data, bool]:
+    """The network, its images, and whether it has no weights for them yet."""
+    from dcptool.network import artifact
+    from dcptool.pipeline import baseline
     from dcptool.training import data as images
 
     keys = ("pretrained", "checkpoint", "num_classes", "img_size", "seed", "offline")
@@ -258,7 +280,7 @@ def _open(model: str, options: dict[str, Any], device: str, dist: Dist) -> tuple
     )
     if spec.is_named or options["checkpoint"] or artifact.is_artifact(model):
         network = artifact.open_target(model, **{key: options[key] for key in keys})
-        return network, images.open_data(spec, network)
+        return network, images.open_data(spec, network), False
     network = baseline.load_for_builtin(
         model,
         classes=10,
@@ -266,10 +288,23 @@ def _open(model: str, options: dict[str, Any], device: str, dist: Dist) -> tuple
         seed=options["seed"],
         offline=options["offline"],
     )
-    data = images.open_data(spec, network)
+    return network, images.open_data(spec, network), True
+
+
+def _fitted(
+    network: Network, data: Data, options: dict[str, Any], device: str, dist: Dist
+) -> Network:
+    """The network with weights for the built-in images, once it is sure that a run can follow."""
+    from dcptool import files
+    from dcptool.pipeline import baseline, rundir
+
     runs = rundir.runs_folder(options["runs_dir"])
+    if dist.is_writer and options["output"] is not None:
+        files.make_folder(options["output"])
+    elif dist.is_writer:
+        rundir.make_runs(options["runs_dir"])
     again = shlex.join(["dcptool", *sys.argv[1:]])
-    fitted = baseline.fit_baseline(
+    return baseline.fit_baseline(
         network,
         data,
         seed=options["seed"],
@@ -278,7 +313,6 @@ def _open(model: str, options: dict[str, Any], device: str, dist: Dist) -> tuple
         resume_command=again,
         dist=dist,
     )
-    return fitted, data
 
 
 def _folder(model: str, settings: Selection, options: dict[str, Any]) -> Path:
@@ -312,12 +346,18 @@ def _text(document: dict[str, Any]) -> str:
     if dense["top1"] is not None:
         change = slim["top1"] - dense["top1"]
         rows.append(["top-1", f"{dense['top1']:.2f} %", f"{slim['top1']:.2f} %", f"{change:+.2f}"])
+    target = document.get("target")
+    if target and target["kind"] == "latency":
+        ratio = target["dense"] / target["reached"]
+        times = [f"{target[key]:.2f} ms" for key in ("dense", "reached")]
+        rows.append(["onnxruntime", *times, f"{ratio:.2f}x faster"])
     agreement = document["agreement"]
     seconds = document["seconds"]
     lines = [
         *_trials(document.get("trials", [])),
         console.table(["", "dense", "slim", ""], rows, align="<>>>"),
         "",
+        *_judged(document),
         f"agrees with the dense network on {agreement['top1']:.1f} % of {agreement['images']} "
         "held-out images",
         f"proved: cut equals mask to {document['proof']['difference']:.1e}",
@@ -328,12 +368,23 @@ def _text(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _judged(document: dict[str, Any]) -> list[str]:
+    """What a search decided by, which is not what the table above was measured on."""
+    judged = document.get("judged")
+    if not judged:
+        return []
+    return [
+        f"judged on {judged['images']:,} held-out images: {judged['drop']:.2f} points lost, "
+        f"limit {document['max_accuracy_drop']:g}"
+    ]
+
+
 def _trials(trials: list[dict[str, Any]]) -> list[str]:
     """What a search tried."""
     if not trials:
         return []
     rows = [
-        [f"{t['share']:g}", f"{t['macs']:,}", f"{-t['drop']:+.2f}", "yes" if t["ok"] else "no"]
+        [f"{t['share']:g}", f"{t['macs']:,}", f"{t['drop']:.2f}", "yes" if t["ok"] else "no"]
         for t in trials
     ]
-    return [console.table(["tried", "MACs", "points", "holds"], rows, align=">>><"), ""]
+    return [console.table(["tried", "MACs", "points lost", "holds"], rows, align=">>><"), ""]

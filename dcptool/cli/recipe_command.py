@@ -64,7 +64,8 @@ def copy(name: str, target: Path | None, force: bool, as_json: bool) -> None:
     place = target or Path(path.name)
     if place.is_dir():
         place /= path.name
-    files.require_new(place, force=force)
+    other = f"dcptool recipe copy {name} OTHER.toml"
+    files.require_new(place, force=force, instead=other)
     files.publish(place, recipe.read_text(path).encode())
     text = f"{place}; then: dcptool run {place if '/' in str(place) else f'./{place}'}"
     emit("recipe", {"name": path.stem, "file": str(place)}, text, as_json=as_json)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import shlex
 from pathlib import Path
 
 import click
@@ -9,7 +11,10 @@ import click
 from dcptool import console
 from dcptool.cli.app import emit
 from dcptool.cli.options import output_options, runs_option
-from dcptool.errors import UsageError
+from dcptool.errors import InputError, UsageError
+
+MANIFEST = "manifest.json"
+SHOWN = 8
 
 
 @click.command("report")
@@ -55,6 +60,8 @@ def command(
     from dcptool.pipeline import rundir
     from dcptool.report import page
 
+    for run in runs:
+        _refuse_no_run(run)
     if len(runs) > 1:
         document = page.compare(runs)
         best = ", ".join(document["pareto"]) or "none"
@@ -78,6 +85,34 @@ def command(
     lines += document.get("pictures", [])
     console.detail(f"{document['bytes']:,} bytes")
     emit("report", document, "\n".join(lines), as_json=as_json)
+
+
+def _refuse_no_run(folder: Path) -> None:
+    """Say what is at a place that holds no run: nothing, or runs below it."""
+    if not folder.is_dir():
+        beside = [path.name for path in folder.parent.glob("*") if path.is_dir()]
+        near = difflib.get_close_matches(folder.name, beside, n=1)
+        raise InputError(
+            f"there is no folder {folder}",
+            why=f"{folder.parent} has {', '.join(sorted(beside)[:SHOWN]) or 'no folders'}",
+            try_=f"dcptool report {shlex.quote(str(folder.parent / near[0]))}"
+            if near
+            else "dcptool report, which takes the newest run",
+        )
+    if (folder / "run.json").is_file() or (folder / MANIFEST).is_file():
+        return
+    points = [
+        str(path)
+        for path in sorted(folder.iterdir())
+        if not path.is_symlink()
+        and any(place.is_file() for place in (path / MANIFEST, *path.glob(f"*/{MANIFEST}")))
+    ]
+    if points:
+        raise InputError(
+            f"{folder} is no run, but holds {len(points)}",
+            why=", ".join(Path(point).name for point in points[:SHOWN]),
+            try_=shlex.join(["dcptool", "report", *points[:SHOWN]]),
+        )
 
 
 def _newest(artifact: Path) -> Path:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import shlex
 import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dcptool import console
 from dcptool.cli import app
 from dcptool.cli.options import output_options, runs_option
-from dcptool.errors import Interrupted
+from dcptool.errors import Interrupted, UsageError
+
+if TYPE_CHECKING:
+    from dcptool.selection.settings import Selection
 
 
 def complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
@@ -123,11 +126,11 @@ def command(
 def check(recipe: Any) -> dict[str, dict[str, Any]]:
     """The options of every step, defaults included; raises what the commands would."""
     from dcptool.cli import faults
-    from dcptool.errors import UsageError
     from dcptool.pipeline import run
 
     found: dict[str, dict[str, Any]] = {}
     wrong = _combinations(recipe)
+    nameless = _unknown_model(recipe)
     with click.Context(app.group, info_name="dcptool") as parent:
         for step in run.steps_of(recipe):
             target = str(recipe.get("model", "name"))
@@ -144,7 +147,10 @@ def check(recipe: Any) -> dict[str, dict[str, Any]]:
                 wrong.append(f"[{step.name}]: {fault.message}: {fault.why}")
             except UsageError as err:
                 wrong.append(f"[{step.name}]: {err.why or err.message}")
+    if nameless is not None and not wrong:
+        raise nameless
     if wrong:
+        wrong += [f"model.name: {nameless.message}: {nameless.why}"] if nameless else []
         raise UsageError(
             f"the recipe {recipe.name} cannot work",
             why="\n".join(wrong),
@@ -153,18 +159,42 @@ def check(recipe: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _unknown_model(recipe: Any) -> UsageError | None:
+    """What is wrong with the name of the model, told before a folder is made for it."""
+    from dcptool.pipeline import run
+
+    name = str(recipe.get("model", "name"))
+    if Path(name).is_dir() or not run.steps_of(recipe):
+        return None
+    from dcptool.network import names
+
+    try:
+        names.resolve(name)
+    except UsageError as err:
+        if err.instead:
+            err.try_ = f"the same command with --set model.name={err.instead[1]}"
+        return err
+    return None
+
+
 def _fit_together(command: str, params: dict[str, Any]) -> None:
     """What the commands themselves check first, before hours have gone into earlier steps."""
     if command not in ("prune", "finetune"):
         return
-    from dcptool.cli.sections import declared
-    from dcptool.cli.selection_options import selection_options, settings_of
     from dcptool.training.settings import training_of
 
     if command == "prune":
-        given = {str(param.name): params[str(param.name)] for param in declared(selection_options)}
-        settings_of(given, params["seed"], params["batch_size"])
+        selection_of(params)
     training_of(params)
+
+
+def selection_of(params: dict[str, Any]) -> Selection:
+    """What the options of a step [prune] come to."""
+    from dcptool.cli.sections import declared
+    from dcptool.cli.selection_options import selection_options, settings_of
+
+    given = {str(param.name): params[str(param.name)] for param in declared(selection_options)}
+    return settings_of(given, params["seed"], params["batch_size"])
 
 
 def _combinations(recipe: Any) -> list[str]:

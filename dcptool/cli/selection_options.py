@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
+from dcptool.cli import app
 from dcptool.cli.options import packed
 from dcptool.errors import InputError, UsageError
 
@@ -24,17 +28,19 @@ SEARCH = ("max_accuracy_drop", "smallest_by")
 
 
 class CountOrAuto(click.types.StringParamType):
-    """A count of at least one, or `auto`, which comes out as it is."""
+    """A count of at least one, or one of `words`, which come out as they are."""
 
     name = "count"
+    words: tuple[str, ...] = ("auto",)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Read what was typed."""
         text = str(value)
-        if text == "auto":
+        if text in self.words:
             return text
         if not (text.isascii() and text.isdigit() and int(text[:9]) >= 1 and len(text) < 10):
-            self.fail(f"{value!r} is neither a count of at least 1 nor auto.", param, ctx)
+            words = " nor ".join(("a count of at least 1", *self.words))
+            self.fail(f"{value!r} is neither {words}.", param, ctx)
         return int(text)
 
 
@@ -42,11 +48,10 @@ class RoundTo(CountOrAuto):
     """A multiple, `auto` or `measure`."""
 
     name = "multiple"
+    words = ("auto", "measure")
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Read what was typed."""
-        if value == "measure":
-            return value
         found = super().convert(value, param, ctx)
         if isinstance(found, int) and found > LARGEST_MULTIPLE:
             self.fail(f"{value} is more than {LARGEST_MULTIPLE}.", param, ctx)
@@ -253,6 +258,7 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int) -> Selection:
         faults.append("--solver sgd is the paper's loop: --target conv and --score gradient")
     if loop and given["epsilon"] is not None and given["round_to"] not in ("auto", 1):
         faults.append("--solver sgd with --epsilon keeps exact counts: --round-to 1")
+    faults += _idle(given)
     rate, rates, budget = None, {}, None
     try:
         budget = _budget(given)
@@ -264,7 +270,7 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int) -> Selection:
         raise UsageError(
             "the options of prune do not fit",
             why="\n".join(faults),
-            try_="dcptool prune resnet50 --rate 0.3",
+            try_=_example(given),
         )
     apart = (*BUDGETS, *SEARCH, "rates", "reuse", "provider", "latency_batch", "threads")
     chosen = {k: v for k, v in given.items() if k not in apart}
@@ -272,7 +278,7 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int) -> Selection:
     chosen["round_to"] = _multiple(given, loop=loop)
     chosen["samples"] = None if given["samples"] == "auto" else given["samples"]
     plan = _plan(given["plan"]) if given["plan"] is not None else None
-    reuse = read_orders(given["reuse"]) if given["reuse"] is not None else {}
+    reuse = read_orders(given["reuse"], given["method"]) if given["reuse"] is not None else {}
     return Selection(
         rate=rate,
         rates=rates,
@@ -283,6 +289,44 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int) -> Selection:
         batch_size=batch_size,
         **chosen,
     )
+
+
+def _idle(given: dict[str, Any]) -> list[str]:
+    """Options that were typed and play no part; a recipe may set them for all its variants."""
+    context = click.get_current_context(silent=True)
+    is_typed = app.called() is None and app.DOCUMENT_FILE not in os.environ
+    if context is None or context.info_name != "prune" or not is_typed:
+        return []
+    searches = given["max_accuracy_drop"] is not None
+    times = (
+        given["target_latency"] is not None
+        or given["round_to"] == "measure"
+        or (searches and given["smallest_by"] == "latency")
+    )
+    timing = "--target-latency, --round-to measure or --smallest-by latency"
+    parts = (
+        ("smallest_by", searches, "--max-accuracy-drop"),
+        ("latency_batch", times, timing),
+        ("threads", times, timing),
+        ("loop_epochs", given["solver"] == "sgd", "--solver sgd"),
+    )
+    return [
+        f"--{name.replace('_', '-')} does nothing without {what}"
+        for name, has_part, what in parts
+        if not has_part and context.get_parameter_source(name) == ParameterSource.COMMANDLINE
+    ]
+
+
+def _example(given: dict[str, Any]) -> str:
+    """A command that works on the model that was typed; a rate above 1 was meant in percent."""
+    context = click.get_current_context(silent=True)
+    model = context.params.get("model") if context else None
+    try:
+        percent = float(given["rate"] or 0)
+    except ValueError:
+        percent = 0.0
+    rate = f"{percent / 100:g}" if 1 < percent < 100 else "0.3"
+    return shlex.join(["dcptool", "prune", model or "resnet50", "--rate", rate])
 
 
 def condition_of(given: dict[str, Any]) -> Budget:

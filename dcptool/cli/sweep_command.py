@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,11 @@ import click
 from dcptool import console
 from dcptool.cli import app
 from dcptool.cli.options import output_options, runs_option
-from dcptool.errors import Interrupted, UsageError
+from dcptool.errors import EnvironmentFault, Interrupted, UsageError
 
 if TYPE_CHECKING:
     from dcptool.pipeline.recipe import Recipe
-    from dcptool.pipeline.study import Measured
+    from dcptool.pipeline.study import Measured, Point
 
 EXAMPLE = "dcptool sweep resnet50 --over prune.target_macs=0.3,0.5,0.7"
 # Steps of a point, where no recipe is named.
@@ -80,12 +80,17 @@ def command(
     from dcptool.cli.run_command import check, common_words
     from dcptool.pipeline import rundir, study
 
-    points = study.points_over(_values(over))
+    points = study.points_over(_values(model, over))
     base = _base(model, over, changes, name)
-    for point in points:
-        check(study.recipe_at(base, point))
+    each = [study.recipe_at(base, point) for point in points]
+    checked = [check(one) for one in each]
+    _check_reach(ctx, points, each, checked)
     folder = rundir.runs_folder(runs_dir) / base.name
-    files.make_folder(folder)
+    try:
+        files.make_folder(folder)
+    except EnvironmentFault as err:
+        err.try_ = f"the same command with --runs-dir DIR, or DCPTOOL_RUNS=DIR; {err.try_}"
+        raise
     again = shlex.join(["dcptool", "sweep", *_typed(ctx)])
 
     def keep(measured: Sequence[Measured]) -> None:
@@ -118,7 +123,62 @@ def _typed(ctx: click.Context) -> list[str]:
     words += [word for text in ctx.params["over"] for word in ("--over", text)]
     words += [word for text in ctx.params["changes"] for word in ("--set", text)]
     words += ["--name", ctx.params["name"]] if ctx.params["name"] else []
+    words += ["--runs-dir", str(ctx.params["runs_dir"])] if ctx.params["runs_dir"] else []
     return words
+
+
+def _check_reach(
+    ctx: click.Context,
+    points: Sequence[Point],
+    each: Sequence[Recipe],
+    checked: Sequence[dict[str, dict[str, Any]]],
+) -> None:
+    """Refuse targets that no widths can meet, all at once, before the first point is run."""
+    from dcptool.cli.run_command import selection_of
+
+    targets = {f"target_{kind}" for kind in ("macs", "params", "latency")}
+    pruning = [
+        (point, str(one.get("model", "name")), steps["prune"])
+        for point, one, steps in zip(points, each, checked, strict=True)
+        if targets & one.sections.get("prune", {}).keys()
+    ]
+    if not pruning:
+        return
+    from dcptool.pipeline import reach
+
+    asked = [
+        reach.Asked(point.name, model, options, selection_of(options))
+        for point, model, options in pruning
+    ]
+    wrong = reach.faults(asked)
+    if wrong:
+        raise UsageError(
+            f"out of reach: {', '.join(wrong)}, of {len(points)} points",
+            why="\n".join(f"{name}: {err.message}: {err.why}" for name, err in wrong.items()),
+            try_=_within_reach(ctx, points, wrong),
+        )
+
+
+def _within_reach(
+    ctx: click.Context, points: Sequence[Point], wrong: Mapping[str, UsageError]
+) -> str:
+    """The same command without the values that only points out of reach have."""
+    over = []
+    for text in ctx.params["over"]:
+        key, _, _ = text.partition("=")
+        good = {str(p.changes[key]): None for p in points if p.name not in wrong}
+        if good:
+            over.append(f"{key}={','.join(good)}")
+    if over:
+        ctx.params["over"] = tuple(over)
+        return shlex.join(["dcptool", "sweep", *_typed(ctx)])
+    # `prune` says which target there is, in words of its own.
+    near = re.match(r"--(target-\w+) ([0-9.]+)", next(iter(wrong.values())).try_)
+    if near is None:
+        return EXAMPLE
+    key = f"prune.{near[1].replace('-', '_')}"
+    option = "--over" if any(text.startswith(f"{key}=") for text in ctx.params["over"]) else "--set"
+    return f"the same command with {option} {key}={near[2]}"
 
 
 def _base(model: str, over: Sequence[str], changes: Sequence[str], name: str | None) -> Recipe:
@@ -140,8 +200,9 @@ def _base(model: str, over: Sequence[str], changes: Sequence[str], name: str | N
     return replace(base, name=wanted)
 
 
-def _values(over: Sequence[str]) -> dict[str, list[object]]:
+def _values(model: str, over: Sequence[str]) -> dict[str, list[object]]:
     """The values of each key, as a recipe would read them."""
+    from dcptool.cli import sections
     from dcptool.pipeline import recipe as recipes
 
     found: dict[str, list[object]] = {}
@@ -149,7 +210,18 @@ def _values(over: Sequence[str]) -> dict[str, list[object]]:
         key, sign, values = text.partition("=")
         if not sign or not values:
             raise UsageError(f"--over {text!r} is no SECTION.KEY=V1,V2", try_=EXAMPLE)
-        found[key] = [recipes.value_of(f"{key}={one}") for one in values.split(",")]
+        if "." not in key:
+            having = [name for name, one in sections.schema().items() if key in one.keys]
+            meant = text if having else "rate=0.3,0.5"
+            section = "prune" if "prune" in having or not having else having[0]
+            raise UsageError(
+                f"--over {text} names no section",
+                why="a key is SECTION.KEY, as in a recipe",
+                try_=shlex.join(["dcptool", "sweep", model, "--over", f"{section}.{meant}"]),
+            )
+        found[key] = [
+            recipes.value_of(f"{key}={one}", option="--over") for one in values.split(",")
+        ]
     return found
 
 
@@ -203,8 +275,20 @@ def _publish(folder: Path, measured: Sequence[Measured]) -> None:
             title="What each point costs and keeps",
             x_name="milliseconds" if timed else "MACs",
             y_name="top-1, %",
+            dense=_dense(measured, timed=timed),
         )
         files.publish(folder / "sweep.svg", charts.standalone(picture))
+
+
+def _dense(measured: Sequence[Measured], *, timed: bool) -> list[tuple[float, float, str]]:
+    """The network that all points were cut from, as one of them saw it."""
+    for one in measured:
+        top1, cost = one.figures["dense_top1"], one.figures["dense_macs"]
+        if timed:
+            cost = (one.latency_ms or 0.0) * (one.figures["speedup"] or 0.0)
+        if cost and top1 is not None:
+            return [(cost, top1, "dense")]
+    return []
 
 
 def _text(measured: Sequence[Measured], best: set[str], folder: Path) -> str:
@@ -212,8 +296,8 @@ def _text(measured: Sequence[Measured], best: set[str], folder: Path) -> str:
         return "-" if value is None else form.format(value)
 
     rows: list[list[str]] = []
-    first: dict[str, Any] = dict(measured[0].figures) if measured else {}
-    if first.get("dense_macs"):
+    first = next((one.figures for one in measured if one.figures["dense_macs"]), None)
+    if first is not None:
         params, macs = first["dense_params"], first["dense_macs"]
         top1 = cell(first["dense_top1"], "{:.2f} %")
         rows.append(["dense", top1, f"{macs:,.0f}", f"{params:,.0f}", "", "", ""])
@@ -226,7 +310,7 @@ def _text(measured: Sequence[Measured], best: set[str], folder: Path) -> str:
                 cell(one.params, "{:,.0f}"),
                 cell(one.latency_ms, "{:.2f} ms"),
                 cell(one.figures["speedup"], "{:.2f}x"),
-                "best" if one.point.name in best else "",
+                "failed" if one.failure else "best" if one.point.name in best else "",
             ]
         )
     headers = ["point", "top-1", "MACs", "params", "latency", "faster", "Pareto"]

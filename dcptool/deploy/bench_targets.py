@@ -5,6 +5,7 @@ Artifacts and model names are exported on the way, so torch is imported only for
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from dcptool.errors import InputError, UsageError
 MANIFEST = "manifest.json"
 EXPORT_FILE, DENSE_FILE = "model.onnx", "dense.onnx"
 DENSE = "dense"
+HASH = "artifact_sha256"
 
 
 @contextmanager
@@ -79,38 +81,74 @@ def _entry(target: str, model: Mapping[str, Any], scratch: Path) -> Entry:
 
 
 def _newest_export(folder: Path) -> Path:
-    """The newest .onnx of an artifact that is not its dense network; exported when missing."""
+    """The newest .onnx of an artifact that is not its dense network; exported when missing.
+
+    One of an earlier state of the artifact is exported again, where the defaults made it.
+    """
     found = [path for path in folder.glob("*.onnx") if path.name != DENSE_FILE]
-    if found:
-        newest = max(found, key=lambda path: path.stat().st_mtime_ns)
-        _warn_when_stale(newest, folder)
+    newest = max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+    if newest is not None and not _is_stale(newest, folder):
         return newest
+    path = folder / EXPORT_FILE
+    if newest is not None:
+        options = _options_of(newest)
+        if newest != path or options:
+            words = ["dcptool", "export", str(folder), "--onnx"]
+            words += [] if newest == path else [str(newest)]
+            raise InputError(
+                f"{newest} is not the network in {folder}",
+                why="it was exported from an earlier state of it",
+                try_=shlex.join([*words, *options, "--force"]),
+            )
     from dcptool.deploy import export, targets
 
-    console.note(f"exporting {folder} to {folder / EXPORT_FILE}")
+    again = " again: it was of an earlier state" if newest is not None else ""
+    console.note(f"exporting {folder} to {path}{again}")
     network = targets.open_network(str(folder))
-    result = export.export(network, folder / EXPORT_FILE, facts=targets.facts_of(folder))
-    return result.file
+    facts = targets.facts_of(folder)
+    return export.export(network, path, facts=facts, force=newest is not None).file
 
 
-def _warn_when_stale(path: Path, folder: Path) -> None:
-    """Say so when the artifact has changed since the file was exported from it."""
-    stored = metadata(onnx_scan.scan(path).proto).get("artifact_sha256")
+def _is_stale(path: Path, folder: Path) -> bool:
+    """Whether the artifact has changed since the file was exported from it."""
+    stored = metadata(onnx_scan.scan(path).proto).get(HASH)
+    return stored is not None and stored != _hash_of(folder)
+
+
+def _hash_of(folder: Path) -> str:
     manifest = files.read_bytes(folder / MANIFEST, what="manifest", limit=files.MANIFEST_LIMIT)
-    if stored is not None and stored != files.sha256(manifest):
-        console.warn(f"{path} was exported from an earlier state of {folder}; export it again")
+    return files.sha256(manifest)
+
+
+def _options_of(path: Path) -> list[str]:
+    """What `export` was told when it made a file, beyond its defaults."""
+    from dcptool.deploy.onnx_export import OPSET_DEFAULT
+
+    proto = onnx_scan.scan(path).proto
+    stored = metadata(proto)
+    free = sum(bool(dim.dim_param) for dim in proto.graph.input[0].type.tensor_type.shape.dim)
+    opset = next((one.version for one in proto.opset_import if not one.domain), OPSET_DEFAULT)
+    precision = stored.get("precision", "fp32")
+    return [
+        *([f"--{precision}"] if precision != "fp32" else []),
+        *(["--with-preprocessing"] if stored.get("preprocessing", "none") != "none" else []),
+        *(["--softmax"] if stored.get("output", "logits") != "logits" else []),
+        *([f"--dynamic={'size' if free else 'none'}"] if free != 1 else []),
+        *([f"--opset={opset}"] if opset != OPSET_DEFAULT else []),
+    ]
 
 
 def dense_entry(folder: Path) -> Entry:
-    """The dense network behind an artifact, exported once into its folder."""
+    """The dense network behind an artifact, exported once into its folder for each state of it."""
     path = folder / DENSE_FILE
-    if not path.exists():
+    if not path.exists() or _is_stale(path, folder):
         from dcptool.deploy import export
 
         console.note(
             f"exporting the dense network to {path} with random weights: same graph, same speed"
         )
-        export.export(_dense(str(folder)), path, labels=False)
+        facts = {HASH: _hash_of(folder)}
+        export.export(_dense(str(folder)), path, facts=facts, labels=False, force=path.exists())
     return Entry(DENSE, path, partial(_dense, str(folder)))
 
 

@@ -1,7 +1,8 @@
 """Fine-tune a network and publish the result as a new artifact.
 
 The best weights by val win, and those it started from are among the candidates, so a
-fine-tune that does harm changes nothing. Test only reports.
+fine-tune that does harm changes nothing. Test only reports. Without labels the teacher's answers
+are the right ones, on images of which one half chooses and the other reports.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ from dcptool.errors import GateFailed, UsageError
 from dcptool.network import artifact, cost
 from dcptool.network.graph import build_graph
 from dcptool.network.models import Network
+from dcptool.pipeline.agreement import Agreement, agree, halves
 from dcptool.selection.heads import WithHeads, new_head, width_at, with_head_losses
 from dcptool.training import checkpoint, room, signals
 from dcptool.training.angular import AngularSoftmax
 from dcptool.training.checkpoint import Checkpoints, digest_of
 from dcptool.training.data import Data
 from dcptool.training.dist import SINGLE, Dist
-from dcptool.training.evaluate import Accuracy, evaluate, predictor
+from dcptool.training.evaluate import Accuracy, Predictor, evaluate, predictor
 from dcptool.training.loader import Batches, ImageSet, loader
 from dcptool.training.loop import Fitted, Run, fit
 from dcptool.training.losses import Loss, cross_entropy, distill, with_sparsity
 from dcptool.training.metrics import Metrics, open_trackers
 from dcptool.training.norms import reestimate_norms
+from dcptool.training.run import by_divergence, by_top1
 from dcptool.training.schedule import Schedule
 from dcptool.training.settings import Training
 
@@ -75,6 +78,52 @@ class Finetuned:
     fitted: Fitted
     seconds: float
     gates: list[dict[str, object]]
+    agreement: tuple[Agreement, Agreement] | None = None
+
+
+def check_loss(training: Training, *, wants_teacher: bool) -> None:
+    """Refuse a loss that leaves a teacher, asked for by name, without a say."""
+    if training.loss == "angular" and wants_teacher:
+        raise UsageError(
+            "--loss angular has no place for a teacher",
+            why="it trains the classifier by the labels alone",
+            try_="leave out --loss angular, or --kd, --teacher and --teacher-checkpoint",
+        )
+
+
+def check(
+    data: Data, *, taught: bool, min_top1: float | None, training: Training | None = None
+) -> None:
+    """Refuse what images without labels cannot give, before anything is written."""
+    if data.labelled:
+        return
+    wanted = {
+        "--min-top1": min_top1 is not None,
+        **(_needs_of(training) if training is not None else {}),
+    }
+    faults = [option for option, is_wanted in wanted.items() if is_wanted]
+    if faults:
+        raise UsageError(
+            f"{', '.join(faults)} need{'s' if len(faults) == 1 else ''} labels",
+            why="the images have none: the teacher's answers are all there is",
+            try_="--data-dir with class folders, or the same command without",
+        )
+    if not taught:
+        raise UsageError(
+            "images without labels need a teacher",
+            try_="--teacher with the dense network, or --data-dir with class folders",
+        )
+
+
+def _needs_of(training: Training) -> dict[str, bool]:
+    """The options that are about labels, and whether they are used."""
+    return {
+        "--mixup": training.mixup > 0,
+        "--cutmix": training.cutmix > 0,
+        "--smoothing": training.smoothing > 0,
+        "--losses": training.extra_losses > 0,
+        "--loss angular": training.loss == "angular",
+    }
 
 
 def finetune(
@@ -100,15 +149,35 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         room.require_memory(module, data.input.size, job.training.images_per_step)
     classes = network.base.num_classes
 
+    choosing, reporting = (data.val, data.report) if data.labelled else halves(data.val)
+
     def validate(model: nn.Module, stop: Callable[[], bool]) -> Accuracy:
-        return _accuracy(model, data.val, job, classes, dist, "validation", stop)
+        answers = None
+        if not data.labelled and job.distillation is not None:
+            answers = predictor(job.distillation.teacher, amp=job.amp)
+        return _accuracy(model, choosing, job, classes, dist, "validation", stop, answers)
 
     def report(title: str) -> Accuracy | None:
         if not data.labelled:
             return None
-        return _accuracy(module, data.report, job, classes, dist, title)
+        return _accuracy(module, reporting, job, classes, dist, title)
 
-    before = report("accuracy before")
+    def agreement() -> Agreement | None:
+        if data.labelled or job.distillation is None:
+            return None
+        found = agree(
+            job.distillation.teacher,
+            module,
+            reporting,
+            workers=job.workers,
+            device=job.device,
+            dist=dist,
+        )
+        module.to(job.device)
+        job.distillation.teacher.to(job.device)
+        return found
+
+    before, agreed_before = report("accuracy before"), agreement()
     batches = loader(
         data.train,
         job.training.images_per_step,
@@ -133,8 +202,9 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         channels_last=job.training.channels_last,
         norms=job.training.norms,
         vary=job.training.vary(data.train.augment, classes),
-        validate=validate if data.labelled else None,
+        validate=validate if data.labelled or job.distillation is not None else None,
         validate_first=True,
+        prefer=by_top1 if data.labelled else by_divergence,
         checkpoints=Checkpoints(folder / CHECKPOINTS, fingerprint, job.training.save_every),
         metrics=Metrics(folder, trackers),
         log_every=job.training.log_interval,
@@ -143,13 +213,14 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         resume_command=job.resume_command,
     )
     fitted = _fit(module, batches, data, job, schedule, run, dist)
-    after = report("accuracy after")
+    after, agreed_after = report("accuracy after"), agreement()
     module.cpu()
     gates = _gates(job, after, data)
     if dist.is_writer:
         _publish(network, data, job, folder, before, after, fitted)
     dist.barrier()
-    return Finetuned(folder, before, after, fitted, time.monotonic() - started, gates)
+    agreed = (agreed_before, agreed_after) if agreed_before and agreed_after else None
+    return Finetuned(folder, before, after, fitted, time.monotonic() - started, gates, agreed)
 
 
 def _fit(
@@ -187,11 +258,19 @@ def _accuracy(
     dist: Dist,
     title: str,
     stop: Callable[[], bool] | None = None,
+    answers: Predictor | None = None,
 ) -> Accuracy:
     batches = loader(images, workers=job.workers, dist=dist, device=job.device)
     predict = predictor(module, amp=job.amp)
     return evaluate(
-        predict, batches, num_classes, per_class=stop is None, dist=dist, title=title, stop=stop
+        predict,
+        batches,
+        num_classes,
+        per_class=stop is None,
+        dist=dist,
+        title=title,
+        stop=stop,
+        answers=answers,
     )
 
 
@@ -205,11 +284,6 @@ def _loss(data: Data, job: Job) -> Loss:
             temperature=job.distillation.temperature,
             smoothing=smoothing,
             labelled=data.labelled,
-        )
-    if not data.labelled:
-        raise UsageError(
-            "images without labels need a teacher",
-            try_="--teacher with the dense network, or --data-dir with class folders",
         )
     return AngularSoftmax() if job.training.loss == "angular" else cross_entropy(smoothing)
 

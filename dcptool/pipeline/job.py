@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -16,7 +17,8 @@ from dcptool.training.settings import Training
 class Job:
     """What surrounds selection: training in stages, machine, gates, names.
 
-    `curves` were measured before, on the same network.
+    `curves` were measured before, on the same network. `ancestor` holds the weights of the dense
+    network that an artifact was made from, when it is pruned again.
     """
 
     selection: Selection
@@ -33,4 +35,5 @@ class Job:
     min_agreement: float | None = None
     curves: Mapping[str, Curve] | None = None
     lineage: dict[str, object] | None = None
+    ancestor: Path | None = None
     resume_command: str = ""

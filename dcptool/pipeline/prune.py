@@ -74,6 +74,13 @@ def check(
         groups = settings.groups(graph)
         if not groups:
             raise nothing_to_prune(network, graph, settings)
+        strange = set(settings.reuse) - {group.name for group in graph.groups}
+        if strange:
+            raise InputError(
+                f"what --reuse names was recorded of another network than {network.base}",
+                why=f"there is no group {min(strange)} here",
+                try_="--reuse with a run of the same network, or without it",
+            )
         anew = [group.name for group in groups if settings.recorded(group) is None]
         if settings.reuse and anew:
             console.note(
@@ -189,6 +196,7 @@ def prune(
         "solver": settings.solver,
         "samples": len(chosen),
         **prune_document.budget(job.selection),
+        **(widths.target_of(folder) if dist.is_writer else {}),
         "dense": prune_document.side(dense_cost, dense_top1),
         "slim": prune_document.side(slim_cost, slim_top1),
         "kept": {choice.group: len(choice.kept) for choice in outcome.choices},
@@ -210,7 +218,7 @@ def prune(
     if not dist.is_writer:
         dist.barrier()
         return document
-    files.publish(folder / DENSE_WEIGHTS, _weights(network.module))
+    dense = _dense(network, job, folder)
     if slim_top1 is not None and dense_top1 is not None:
         keep_classes(folder, data.classes, slim_top1.per_class, dense_top1.per_class)
     artifact.save(
@@ -222,7 +230,7 @@ def prune(
         metrics=prune_document.metrics(data, slim_top1, dense_top1, agreement),
         lineage={
             **(job.lineage or {}),
-            "dense": {"checkpoint": DENSE_WEIGHTS, "weights": network.weights},
+            **dense,
             "prune": prune_document.lineage(settings, job, outcome, len(chosen)),
         },
     )
@@ -341,6 +349,23 @@ def _gates(job: Job, agreement: Agreement) -> list[dict[str, object]]:
         )
     limit = job.min_agreement
     return [{"name": "agreement", "limit": limit, "value": agreement.top1, "ok": True}]
+
+
+def _dense(network: Network, job: Job, folder: Path) -> dict[str, object]:
+    """Keep the dense weights beside the result, to learn from; says where, for the lineage.
+
+    Of an artifact that is pruned again they are those that it came from, where they can be had.
+    """
+    known: Any = (job.lineage or {}).get("dense", {})
+    origin = known.get("weights", "") if network.cuts else network.weights
+    if not network.cuts:
+        data = _weights(network.module)
+    elif job.ancestor is not None:
+        data = files.read_bytes(job.ancestor, what="the dense weights")
+    else:
+        return {"dense": {"checkpoint": None, "weights": origin}}
+    files.publish(folder / DENSE_WEIGHTS, data)
+    return {"dense": {"checkpoint": DENSE_WEIGHTS, "weights": origin}}
 
 
 def _weights(module: nn.Module) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dcptool import console, files
-from dcptool.errors import InputError
+from dcptool.errors import InputError, UsageError
 from dcptool.network.base import Cut
 from dcptool.selection.choice import Choice
 from dcptool.selection.heads import Head
@@ -18,7 +20,11 @@ from dcptool.selection.settings import Recorded
 from dcptool.selection.stages import Progress
 
 STEPS_FILE = "steps.jsonl"
+WIDTHS_FILE = "widths.json"
+SEARCH_FILE = "search.json"
+TRIALS = "trials"
 CHECKPOINTS = "checkpoints"
+OPTIONS_FILE = "prune.json"
 
 
 def begin(folder: Path, choices: Sequence[Choice]) -> None:
@@ -26,6 +32,14 @@ def begin(folder: Path, choices: Sequence[Choice]) -> None:
     files.remove(folder / STEPS_FILE)
     for choice in choices:
         record(folder, choice)
+
+
+def clear(folder: Path) -> None:
+    """Remove what an older run decided here, so that a new one does not take it for its own."""
+    for name in (STEPS_FILE, WIDTHS_FILE, SEARCH_FILE):
+        files.remove(folder / name)
+    if (folder / TRIALS).is_dir():
+        shutil.rmtree(folder / TRIALS)
 
 
 def record(folder: Path, choice: Choice) -> None:
@@ -44,14 +58,22 @@ def record(folder: Path, choice: Choice) -> None:
     files.append(folder / STEPS_FILE, json.dumps(line) + "\n")
 
 
-def read_orders(run: Path) -> dict[str, Recorded]:
-    """The orders that an earlier run recorded, by group."""
+def read_orders(run: Path, method: str) -> dict[str, Recorded]:
+    """The orders that an earlier run of the same method recorded, by group."""
     path = run / STEPS_FILE
     if not path.is_file():
         raise InputError(
             f"cannot reuse {run}",
             why=f"there is no {STEPS_FILE} in it",
             try_="--reuse names the folder of an earlier prune",
+        )
+    options = run / OPTIONS_FILE
+    known = files.read_json(options, what="the options of a run") if options.is_file() else {}
+    if known.get("method", method) != method:
+        raise UsageError(
+            f"--reuse cannot serve --method {method}",
+            why=f"the orders in {run} are those of {known['method']}",
+            try_=f"--method {known['method']}, or leave --reuse out",
         )
     found: dict[str, Recorded] = {}
     text = files.read_bytes(path, what="the record of a run").decode("utf-8", "replace")
@@ -87,6 +109,7 @@ def tree(progress: Progress, head: Head | None) -> dict[str, Any]:
         "removed": list(progress.removed),
         "choices": [asdict(choice) for choice in progress.choices],
         "weights": {k: v.cpu() for k, v in progress.weights.items()},
+        "slopes": dict(progress.slopes),
         "head": dict(head.state_dict()) if head is not None else None,
     }
 
@@ -110,6 +133,7 @@ def progress_of(saved: Mapping[str, Any]) -> Progress:
         tuple(saved["removed"]),
         tuple(choice(entry) for entry in saved["choices"]),
         saved["weights"],
+        saved["slopes"],
     )
 
 
@@ -123,7 +147,8 @@ def clear_checkpoints(folder: Path) -> None:
             old.rmdir()
 
 
-def next_commands(folder: str) -> str:
-    """What to type after a prune."""
-    console.detail(f"record of each group: {folder}/{STEPS_FILE}")
-    return "next: dcptool finetune, dcptool export --onnx, dcptool bench"
+def next_commands(folder: Path, *, is_latest: bool) -> str:
+    """What to type after a prune; the newest run need not be named."""
+    console.detail(f"record of each group: {folder / STEPS_FILE}")
+    named = "" if is_latest else f" {shlex.quote(str(folder))}"
+    return f"next: dcptool finetune{named}, dcptool export{named} --onnx, dcptool bench{named}"

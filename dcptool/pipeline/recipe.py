@@ -167,9 +167,9 @@ def changed(
     return check(name, text, tables, schema, where=where or name)
 
 
-def value_of(change: str) -> object:
-    """The value that `section.key=value` sets, as a recipe reads it."""
-    (table,) = _change(change).values()
+def value_of(change: str, *, option: str) -> object:
+    """The value that `section.key=value` after `option` sets, as a recipe reads it."""
+    (table,) = _change(change, option).values()
     (value,) = table.values()
     return value
 
@@ -229,20 +229,20 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def _change(text: str) -> dict[str, Any]:
+def _change(text: str, option: str = "--set") -> dict[str, Any]:
     """`prune.rate=0.5` as tables; a value that is no TOML is a text."""
     name, equals, value = text.partition("=")
     if not equals or "." not in name:
-        raise UsageError(f"--set {text} names no key", try_="--set prune.rate=0.5")
+        raise UsageError(f"{option} {text} names no key", try_=f"{option} prune.rate=0.5")
     if _depth(text) > DEPTH_LIMIT or len(text) > SIZE_LIMIT:
-        raise UsageError(f"--set {text[:40]} is too complex", try_="--set prune.rate=0.5")
+        raise UsageError(f"{option} {text[:40]} is too complex", try_=f"{option} prune.rate=0.5")
     for spelling in (value, json.dumps(value)):
         try:
             tables: dict[str, Any] = tomllib.loads(f"{name} = {spelling}", parse_float=Decimal)
         except (ValueError, InvalidOperation, RecursionError):
             continue
         return tables
-    raise UsageError(f"--set {text} is no key and value", try_="--set prune.rate=0.5")
+    raise UsageError(f"{option} {text} is no key and value", try_=f"{option} prune.rate=0.5")
 
 
 def _take_out(tables: dict[str, Any], place: str, name: str) -> None:

@@ -109,13 +109,14 @@ def run(
     resume: bool = False,
     again: str = "",
     common: tuple[str, ...] = (),
+    in_study: bool = False,
 ) -> tuple[dict[str, Any], GateFailed | None]:
     """Do what `recipe` says in a folder below `runs`; returns the document and a gate that failed.
 
     `common` words (how much is said) go to every command; `again` is what to type after a stop.
     """
     began = time.monotonic()
-    folder = runstate.choose(recipe, runs, resume=resume, half_done=_half_done)
+    folder = runstate.choose(recipe, runs, resume=resume, half_done=_half_done, in_study=in_study)
     with files.lock_folder(folder):
         files.sweep(folder)
         state = State.open(folder, recipe)
@@ -149,7 +150,7 @@ def run(
         "gates": gates,
         "seconds": round(time.monotonic() - began, 2),
     }
-    return document, _failure(gates, folder)
+    return document, _failure(gates, folder, recipe)
 
 
 def _digest(recipe: Recipe, step: Step, place: _Place) -> str:
@@ -289,7 +290,7 @@ def _verdict(
     return {"name": name, "limit": float(limit), "value": value, "ok": ok}
 
 
-def _failure(gates: list[dict[str, object]], folder: Path) -> GateFailed | None:
+def _failure(gates: list[dict[str, object]], folder: Path, recipe: Recipe) -> GateFailed | None:
     failed = [gate for gate in gates if not gate["ok"]]
     if not failed:
         return None
@@ -301,5 +302,19 @@ def _failure(gates: list[dict[str, object]], folder: Path) -> GateFailed | None:
     return GateFailed(
         f"{len(failed)} of {len(gates)} gates did not hold; the files are in {folder}",
         why="\n".join(whys),
-        try_="a smaller prune.rate, or more finetune.epochs: dcptool run RECIPE --set KEY=VALUE",
+        try_=f"{_advice({str(gate['name']) for gate in failed}, recipe)}: "
+        "dcptool run RECIPE --set KEY=VALUE",
     )
+
+
+def _advice(failed: set[str], recipe: Recipe) -> str:
+    """What may help: to be fast more must go, to be right less."""
+    keys = ("rate", "epsilon", "target_macs", "target_params", "target_latency")
+    key = next((key for key in keys if recipe.get("prune", key) is not None), "rate")
+    # A rate and an epsilon grow with what is removed, a target with what stays.
+    more, less = ("larger", "smaller") if key in ("rate", "epsilon") else ("smaller", "larger")
+    if failed == {"min_speedup"}:
+        return f"a {more} prune.{key}"
+    if failed == {"max_accuracy_drop"}:
+        return f"a {less} prune.{key}, or more finetune.epochs"
+    return f"a {more} prune.{key} with more finetune.epochs, or other gates"

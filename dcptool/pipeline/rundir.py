@@ -35,16 +35,25 @@ def latest(option: Path | None = None) -> Path:
     return folder / link.readlink() if link.is_symlink() else link
 
 
+def make_runs(option: Path | None) -> Path:
+    """The folder of all runs, made and open to writing."""
+    folder = runs_folder(option)
+    elsewhere = "the same command with --runs-dir DIR, or DCPTOOL_RUNS=DIR"
+    try:
+        files.make_folder(folder)
+    except EnvironmentFault as err:
+        err.try_ = f"{elsewhere}; {err.try_}"
+        raise
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise EnvironmentFault(f"cannot write {folder}", why="permission denied", try_=elsewhere)
+    return folder
+
+
 def new_run(option: Path | None, stem: str) -> Path:
     """Create an empty run folder `stem-001`, counting up; safe beside other processes."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}", stem):
         raise UsageError(f"a run cannot be called {stem!r}", try_="letters, digits, . _ and - only")
-    folder = runs_folder(option)
-    try:
-        files.make_folder(folder)
-    except EnvironmentFault as err:
-        err.try_ = f"the same command with --runs-dir DIR, or DCPTOOL_RUNS=DIR; {err.try_}"
-        raise
+    folder = make_runs(option)
     taken = [entry.name for entry in folder.iterdir() if entry.name.startswith(f"{stem}-")]
     numbers = [int(name[len(stem) + 1 :]) for name in taken if name[len(stem) + 1 :].isdigit()]
     number = max(numbers, default=0)

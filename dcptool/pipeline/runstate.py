@@ -139,11 +139,17 @@ def _folders(path: Path, depth: int) -> Iterator[Path]:
 
 
 def choose(
-    recipe: Recipe, runs: Path, *, resume: bool, half_done: Callable[[Path, str], bool]
+    recipe: Recipe,
+    runs: Path,
+    *,
+    resume: bool,
+    half_done: Callable[[Path, str], bool],
+    in_study: bool = False,
 ) -> Path:
     """The folder to work in: one that can go on, or a new one.
 
-    A run with a step that was stopped in its middle is gone on with only when asked to.
+    A run with a step that was stopped in its middle is gone on with only when asked to. That
+    there is none is news, but not of a point of a study, which begins when its turn comes.
     """
     mine = identity_of(recipe)
     stopped: tuple[Path, dict[str, Any]] | None = None
@@ -159,7 +165,7 @@ def choose(
             why="\n".join(_differences(stopped[1]["identity"], mine)),
             try_="the same command without --resume; finished steps are used again",
         )
-    if resume:
+    if resume and not in_study:
         console.note(f"no run of {recipe.name} to go on with in {runs}; starting one")
     return rundir.new_run(runs, recipe.name)
 

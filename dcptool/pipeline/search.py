@@ -23,6 +23,7 @@ from dcptool.network.graph import build_graph
 from dcptool.pipeline import prune as one_prune
 from dcptool.pipeline import widths
 from dcptool.pipeline.job import Job
+from dcptool.pipeline.prune_record import SEARCH_FILE, TRIALS, WIDTHS_FILE
 from dcptool.selection.settings import Budget
 from dcptool.selection.widths import macs_of, reach
 from dcptool.training.data import Data
@@ -30,8 +31,7 @@ from dcptool.training.dist import SINGLE, Dist
 from dcptool.training.evaluate import evaluate, predictor
 from dcptool.training.loader import loader
 
-SEARCH_FILE = "search.json"
-TRIALS = 6
+MOST_TRIALS = 6
 # The search ends when the smallest that holds and the largest that fails are this close.
 CLOSE = 1.08
 
@@ -56,16 +56,16 @@ def smallest(
     dense = _top1(network, data, job, dist) if data.labelled else 100.0
     trials: list[dict[str, Any]] = _recorded(folder, dist)
     best: dict[str, Any] | None = None
-    for number in range(TRIALS):
+    for number in range(MOST_TRIALS):
         share = round(math.sqrt(fails * holds), 3)
         if number < len(trials):
             trial = trials[number]
         else:
-            trial = _try(network, data, job, goal, folder / "trials", number, share, dense, dist)
+            trial = _try(network, data, job, goal, folder / TRIALS, number, share, dense, dist)
             trials.append(trial)
             if dist.is_writer:
                 files.publish_json(folder / SEARCH_FILE, {"goal": goal.drop, "trials": trials})
-        lost = f"{trial['drop']:+.2f} points"
+        lost = f"{trial['drop']:.2f} points lost"
         held = "holds" if trial["ok"] else "too much"
         console.note(f"trial {number + 1}: {trial['share']:g} of dense {goal.kind}, {lost}: {held}")
         if trial["ok"]:
@@ -85,7 +85,17 @@ def smallest(
         _publish(folder, Path(document["artifact"]).name)
     dist.barrier()
     rows = [{k: v for k, v in trial.items() if k != "document"} for trial in trials]
-    return {**document, "run": folder.name, "artifact": str(folder), "trials": rows}
+    document.pop(f"target_{goal.kind}")  # of the trial, not of what was asked
+    gate = {"name": "accuracy_drop", "limit": goal.drop, "value": best["drop"], "ok": True}
+    return {
+        **document,
+        "run": folder.name,
+        "artifact": str(folder),
+        "max_accuracy_drop": goal.drop,
+        "judged": {"images": len(data.val), "drop": best["drop"], "labels": data.labelled},
+        "trials": rows,
+        "gates": [*document["gates"], gate],
+    }
 
 
 def _try(
@@ -102,7 +112,7 @@ def _try(
     folder = place / f"{number + 1}"
     if dist.is_writer:
         files.make_folder(folder)
-    first = place / "1" / widths.WIDTHS_FILE
+    first = place / "1" / WIDTHS_FILE
     budget = replace(goal.condition, kind=goal.kind, value=share, is_share=True)
     known = widths.read_curves(first) if dist.broadcast(number > 0 and first.is_file()) else None
     trial_job = replace(job, selection=replace(job.selection, budget=budget), curves=known)
@@ -117,7 +127,7 @@ def _try(
         "share": share,
         "macs": document["slim"]["macs"],
         "params": document["slim"]["params"],
-        "drop": round(drop, 3),
+        "drop": round(drop, 3) + 0.0,
         "ok": drop <= goal.drop,
         "document": document,
     }
@@ -142,8 +152,8 @@ def _recorded(folder: Path, dist: Dist) -> list[dict[str, Any]]:
 
 def _publish(folder: Path, number: str) -> None:
     """Bring the files of the best trial into the run, its manifest last."""
-    source = folder / "trials" / number
+    source = folder / TRIALS / number
     inside = [p for p in sorted(source.iterdir()) if p.is_file() and p.name != artifact.MANIFEST]
     for path in [*inside, source / artifact.MANIFEST]:
         files.publish(folder / path.name, path.read_bytes())
-    shutil.rmtree(folder / "trials")
+    shutil.rmtree(folder / TRIALS)

@@ -119,6 +119,7 @@ class StageTrainer:
             vary=options.vary(self.data.train.augment, classes),
             keep_best=False,
             title=f"stage {number + 1}",
+            lr_option="--stage-lr",
             checkpoints=Checkpoints(
                 plan.folder / f"stage-{number + 1}", plan.fingerprint, SAVE_EVERY_S
             ),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dcptool import console
-from dcptool.errors import GateFailed, Interrupted, UsageError
+from dcptool.errors import DcptoolError, GateFailed, InputError, Interrupted, UsageError
 from dcptool.pipeline import recipe as recipes
 from dcptool.pipeline import run
 from dcptool.pipeline.recipe import Recipe, plain
@@ -47,7 +47,7 @@ class Measured:
     run: Path
     figures: Mapping[str, float | None]
     document: Mapping[str, Any]
-    failure: GateFailed | None = None
+    failure: DcptoolError | None = None
 
     @property
     def accuracy(self) -> float | None:
@@ -195,7 +195,8 @@ def run_study(
     """Run `base` at every point, each in a run folder below `folder`, in the order given.
 
     What is done is not done again, and a run that was stopped goes on unless `resume` is off. A
-    gate that fails is kept with its point and stops nothing; `after` hears of all points so far.
+    point that fails is kept with its error and stops nothing, unless nothing has been measured
+    yet and it is no gate; `after` hears of all points so far.
     """
     known: set[str] = set()
     for point in points:
@@ -209,9 +210,18 @@ def run_study(
     measured: list[Measured] = []
     for number, (point, one) in enumerate(each, 1):
         console.note(f"point {number} of {len(each)}: {point.name}")
-        measured.append(
-            _run(point, one, folder, invoke=invoke, resume=resume, again=again, common=common)
-        )
+        try:
+            found = _run(
+                point, one, folder, invoke=invoke, resume=resume, again=again, common=common
+            )
+        except (GateFailed, InputError, UsageError) as err:
+            # What the very first point cannot use, the others hardly can.
+            if not measured and not isinstance(err, GateFailed):
+                err.message = f"{point.name}: {err.message}"
+                raise
+            console.warn(f"{point.name}: {err.message}")
+            found = Measured(point, folder, figures({}), {}, err)
+        measured.append(found)
         if after is not None:
             after(measured)
     return measured
@@ -229,28 +239,31 @@ def _run(
 ) -> Measured:
     try:
         document, failure = run.run(
-            one, invoke=invoke, runs=folder, resume=resume, again=again, common=common
+            one,
+            invoke=invoke,
+            runs=folder,
+            resume=resume,
+            again=again,
+            common=common,
+            in_study=True,
         )
     except Interrupted as err:
         err.try_ = again or err.try_
         raise
-    except GateFailed as err:
-        console.warn(f"{point.name}: {err.message}")
-        return Measured(point, folder, figures({}), {}, err)
     return Measured(point, Path(document["run"]), figures(document), document, failure)
 
 
-def failure_of(measured: Sequence[Measured]) -> GateFailed | None:
-    """One error for all gates that did not hold, or none."""
-    failed = [one for one in measured if one.failure is not None]
+def failure_of(measured: Sequence[Measured]) -> DcptoolError | None:
+    """One error for all points that failed, of the kind of the first; or none."""
+    failed = [(one.point.name, one.failure) for one in measured if one.failure is not None]
     if not failed:
         return None
-    whys = [
-        f"{one.point.name}: {one.failure.why or one.failure.message}"
-        for one in failed
-        if one.failure
-    ]
-    return GateFailed(f"{len(failed)} of {len(measured)} points did not hold", why="\n".join(whys))
+    kind = type(failed[0][1])
+    return kind(
+        f"{len(failed)} of {len(measured)} points did not hold",
+        why="\n".join(f"{name}: {err.why or err.message}" for name, err in failed),
+        try_="other values for these points; what the others have done stays",
+    )
 
 
 def figures(document: Mapping[str, Any]) -> dict[str, float | None]:

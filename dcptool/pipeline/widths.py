@@ -22,6 +22,7 @@ from dcptool.network.cost import plan_cost
 from dcptool.network.graph import ChannelGraph, Group, build_graph
 from dcptool.network.surgery import cut, plan_cuts
 from dcptool.pipeline.job import Job
+from dcptool.pipeline.prune_record import WIDTHS_FILE
 from dcptool.selection import curves
 from dcptool.selection.methods.slimming import global_counts, norm_scales
 from dcptool.selection.settings import Budget, Selection
@@ -40,7 +41,6 @@ from dcptool.selection.widths import (
 )
 from dcptool.training.dist import SINGLE, Dist
 
-WIDTHS_FILE = "widths.json"
 TOLERANCE = {"macs": 0.01, "params": 0.01, "latency": 0.05}
 UNITS = {"macs": "MACs", "params": "parameters", "latency": "ms"}
 # Widths at which the latency table is measured.
@@ -115,6 +115,13 @@ def decide(network: Network, images: list[Tensor], job: Job, folder: Path, dist:
     return replace(settings, plan=widths)
 
 
+def target_of(folder: Path) -> dict[str, Any]:
+    """What a budget asked for and what its widths come to, as the document tells it."""
+    path = folder / WIDTHS_FILE
+    saved: Any = files.read_json(path, what="the widths of the run") if path.is_file() else {}
+    return {"target": saved["target"]} if "target" in saved else {}
+
+
 def read_curves(path: Path) -> dict[str, Curve]:
     """The curves that a run recorded with its widths."""
     saved: Any = files.read_json(path, what="the widths of a run")["curves"]
@@ -137,14 +144,15 @@ def _within(
         exact = {group.name: settings.kept(group) or len(group.units) for group in groups}
         return spread(groups, found, cost(exact), cost, multiple)
     if budget.kind == "latency":
-        widths, wanted, reached = _by_latency(network, graph, groups, found, settings)
+        widths, dense, wanted, reached = _by_latency(network, graph, groups, found, settings)
     else:
         cost = _cost(network, graph, budget.kind)
         dense = cost({group.name: len(group.units) for group in groups})
         wanted = budget.value * dense if budget.is_share else budget.value
         widths = spread(groups, found, wanted, cost, multiple)
         reached = cost(widths)
-    record["target"] = {"kind": budget.kind, "wanted": wanted, "reached": reached}
+    target = {"dense": dense, "wanted": wanted, "reached": reached}
+    record["target"] = {"kind": budget.kind, **target}
     off = reached / wanted - 1
     if abs(off) > TOLERANCE[budget.kind]:
         raise GateFailed(
@@ -164,8 +172,8 @@ def _by_latency(
     groups: list[Group],
     found: Mapping[str, Curve],
     settings: Selection,
-) -> tuple[Widths, float, float]:
-    """Widths, milliseconds wanted and milliseconds measured."""
+) -> tuple[Widths, float, float, float]:
+    """Widths, and milliseconds: of the dense network, wanted, and measured."""
     from dcptool.deploy.latency import tabulate
 
     budget = settings.budget
@@ -187,14 +195,14 @@ def _by_latency(
 
     dense = predicted(full)
     aim = budget.value if budget.is_share else budget.value / dense
-    best: tuple[float, Widths, float, float] | None = None
+    best: tuple[float, Widths, float, float, float] | None = None
     for _ in range(ATTEMPTS):
         widths = spread(groups, found, aim * dense, predicted, settings.round_to)
         dense_ms, ms = _measured(network, graph, [full, widths], budget)
         wanted = budget.value * dense_ms if budget.is_share else budget.value
         console.detail(f"aimed at {aim:.3f} of dense, measured {ms / dense_ms:.3f}")
         if best is None or abs(ms / wanted - 1) < best[0]:
-            best = abs(ms / wanted - 1), widths, wanted, ms
+            best = abs(ms / wanted - 1), widths, dense_ms, wanted, ms
         if best[0] <= TOLERANCE["latency"] / 2:
             break
         aim *= wanted / ms

@@ -20,7 +20,9 @@ from dcptool import console, files
 from dcptool.errors import InputError, UsageError
 from dcptool.network.models import Input, Network
 from dcptool.training import images, sources
+from dcptool.training.augmentation import check_augment
 from dcptool.training.loader import Augment, ImageSet, Store
+from dcptool.training.unreadable import Unreadable
 
 SMALL = 64
 VAL_NAMES = ("val", "validation", "valid")
@@ -70,10 +72,9 @@ def spec_of(
     for key, why in (("data_dir", DATA_DIR), ("images", IMAGES)):
         if key in given and "dataset" not in given and not Path(given[key]).is_dir():
             raise _no_folder(Path(given[key]), why)
-    chosen = {key: value for key, value in (augment or {}).items() if value is not None}
-    return DataSpec(
-        **given, augment=Augment(**chosen), seed=seed, img_size=img_size, offline=offline
-    )
+    varied = Augment(**{key: value for key, value in (augment or {}).items() if value is not None})
+    check_augment(varied)
+    return DataSpec(**given, augment=varied, seed=seed, img_size=img_size, offline=offline)
 
 
 def _no_folder(folder: Path, why: str) -> InputError:
@@ -198,12 +199,16 @@ def folder_parts(spec: DataSpec, root: Path) -> Parts:
     train_dir = named.get(spec.train_split)
     val_names = (spec.val_split,) if spec.val_split else VAL_NAMES
     val_dir = next((named[name] for name in val_names if name in named), None)
-    if spec.val_split and val_dir is None:
-        raise InputError(
-            f"no folder {spec.val_split} in {root}",
-            why="there are " + (", ".join(map(images.readable_name, named)) or "none"),
-            try_="--val-split with one of these",
-        )
+    asked = {"--val-split": spec.val_split}
+    if spec.train_split != DataSpec.train_split:
+        asked["--train-split"] = spec.train_split
+    for option, name in asked.items():
+        if name and name not in named:
+            raise InputError(
+                f"no folder {name} in {root}",
+                why="there are " + (", ".join(map(images.readable_name, named)) or "none"),
+                try_=f"{option} with one of these",
+            )
     test_dir = named.get("test")
     if test_dir is val_dir:
         test_dir = None
@@ -243,9 +248,10 @@ def _assemble(spec: DataSpec, parts: Parts, seen: Input, *, need_train: bool) ->
         )
     sets: dict[str, ImageSet | None] = {"train": None, "val": None, "test": None}
     held_out = False
+    unreadable = Unreadable(spec.skip_bad)
     for name, part in (("train", parts.train), ("val", parts.val), ("test", parts.test)):
         if part is not None:
-            sets[name] = _image_set(name, part, spec, seen)
+            sets[name] = _image_set(name, part, spec, seen, unreadable)
     train, val, test = sets["train"], sets["val"], sets["test"]
     if train is not None and val is None:
         keep, out = held_out_split(train.labels, spec.val_fraction, spec.seed)
@@ -267,8 +273,10 @@ def _assemble(spec: DataSpec, parts: Parts, seen: Input, *, need_train: bool) ->
     )
 
 
-def _image_set(name: str, part: Part, spec: DataSpec, seen: Input) -> ImageSet:
-    store = Store(part.source, seen, skip_bad=spec.skip_bad)
+def _image_set(
+    name: str, part: Part, spec: DataSpec, seen: Input, unreadable: Unreadable | None = None
+) -> ImageSet:
+    store = Store(part.source, seen, unreadable=unreadable or Unreadable(spec.skip_bad))
     return ImageSet(
         name=name,
         store=store,
@@ -317,6 +325,12 @@ def _open_unlabelled(spec: DataSpec, folder: Path, seen: Input) -> Data:
     if not folder.is_dir():
         raise _no_folder(folder, IMAGES)
     listing = images.list_unlabelled(folder)
+    if len(listing.files) < 2:
+        raise InputError(
+            f"{folder} has one image only",
+            why="some images are worked with, others are held out to judge by",
+            try_="--images with more of them, a few dozen at least",
+        )
     part = Part(sources.Files(listing.files), listing.labels, (), listing.digest())
     whole = _image_set("train", part, spec, seen)
     keep, out = held_out_split(whole.labels, spec.val_fraction, spec.seed)

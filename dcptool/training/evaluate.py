@@ -58,6 +58,14 @@ def predictor(module: nn.Module, *, amp: torch.dtype | None = None) -> Predictor
     return predict
 
 
+def _loss(scores: Tensor, labels: Tensor, wanted: Tensor | None) -> Tensor:
+    """Cross-entropy with labels, or the divergence from wanted scores, summed over images."""
+    if wanted is None:
+        return nn.functional.cross_entropy(scores, labels, reduction="sum")
+    given, goal = scores.log_softmax(1), wanted.log_softmax(1)
+    return nn.functional.kl_div(given, goal, reduction="sum", log_target=True)
+
+
 def evaluate(
     predict: Predictor,
     batches: Batches,
@@ -67,8 +75,13 @@ def evaluate(
     dist: Dist = SINGLE,
     title: str = "evaluate",
     stop: Callable[[], bool] | None = None,
+    answers: Predictor | None = None,
 ) -> Accuracy:
-    """Top-1 and top-5 over all images; raises Stopped when `stop` says so."""
+    """Top-1 and top-5 over all images; raises Stopped when `stop` says so.
+
+    Right is what the labels say, or what another predictor `answers` where there are none; then
+    the loss is the divergence from its scores.
+    """
     device = batches.device
     counts = torch.zeros(4 + 2 * num_classes, dtype=torch.float64, device=device)
     started = time.perf_counter()
@@ -79,12 +92,16 @@ def evaluate(
                 counts[3] += 1
                 break
             scores = predict(images).float()
+            wanted: Tensor | None = None
+            if answers is not None:
+                wanted = answers(images).float()
+                labels = wanted.argmax(1)
             best = scores.topk(shown, dim=1).indices
             right = best == labels[:, None]
             first = right[:, 0].double()
             counts[0] += first.sum()
             counts[1] += right.sum()
-            counts[2] += nn.functional.cross_entropy(scores, labels, reduction="sum").double()
+            counts[2] += _loss(scores, labels, wanted).double()
             hits = counts[4:].view(2, num_classes)
             hits[0].index_add_(0, labels, first)
             hits[1].index_add_(0, labels, torch.ones_like(first))

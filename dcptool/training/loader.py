@@ -24,6 +24,7 @@ from dcptool.network.models import Input
 from dcptool.training.dist import SINGLE, Dist
 from dcptool.training.images import BadImage
 from dcptool.training.sources import Source
+from dcptool.training.unreadable import Unreadable
 
 Batch = tuple[Tensor, Tensor]
 MEMORY_LIMIT = 1 << 30
@@ -63,11 +64,13 @@ class Augment:
 class Store:
     """The images of a source at the network's size, as bytes, read when first wanted."""
 
-    def __init__(self, source: Source, seen: Input, *, skip_bad: int = 0) -> None:
+    def __init__(
+        self, source: Source, seen: Input, *, unreadable: Unreadable | None = None
+    ) -> None:
         self.source = source
         self.input = seen
-        self.skip_bad = skip_bad
-        self.bad: dict[int, str] = {}
+        self.unreadable = unreadable or Unreadable()
+        self.bad = self.unreadable.new_table()
         self._pixels: Tensor | None = None
         self._present = numpy.zeros(len(source), dtype=bool)
         self._transform: Any = evaluation_transform(seen)
@@ -115,7 +118,7 @@ class Store:
             with ThreadPoolExecutor(READ_THREADS) as pool:
                 list(pool.map(read, missing.tolist(), chunksize=32))
         self._present[missing] = True
-        judge(self.bad, self.skip_bad)
+        self.unreadable.judge()
 
 
 def all_bad(images: ImageSet) -> InputError:
@@ -124,19 +127,6 @@ def all_bad(images: ImageSet) -> InputError:
         f"every image of a batch of {images.name} cannot be read",
         why="\n".join(list(images.store.bad.values())[:10]),
         try_="repair or remove them, or a larger --batch-size",
-    )
-
-
-def judge(bad: dict[int, str], limit: int) -> None:
-    """Raise when more images are bad than may be skipped."""
-    if len(bad) <= limit:
-        return
-    lines = [bad[number] for number in sorted(bad)]
-    shown = lines[:10] + ([f"and {len(lines) - 10} more"] if len(lines) > 10 else [])
-    raise InputError(
-        f"{len(lines)} image{'s' if len(lines) > 1 else ''} cannot be read",
-        why="\n".join(shown),
-        try_=f"repair or remove them, or skip up to N of them: --skip-bad {len(lines)}",
     )
 
 
@@ -321,9 +311,17 @@ def loader(
     `batch_size` counts the images of one process; without one it is as suits the device.
     """
     if not len(images):
-        raise InputError(f"there are no {images.name} images")
+        raise InputError(
+            f"there are no {images.name} images",
+            why="the data has none, or too few to hold some out",
+            try_="more images, or another split of the data",
+        )
     if train and len(images) < dist.world:
-        raise InputError(f"{len(images)} {images.name} images for {dist.world} processes")
+        raise InputError(
+            f"{len(images)} {images.name} images for {dist.world} processes",
+            why="every process needs one at least",
+            try_="more images, or a smaller --nproc-per-node",
+        )
     if workers is None:
         workers = min(4, len(os.sched_getaffinity(0)))
     size = at_once(images, device) if batch_size is None else batch_size

@@ -26,6 +26,7 @@ from dcptool.training.layout import apply_layout, choose_layout
 from dcptool.training.loader import Batches
 from dcptool.training.losses import Loss, tell_step
 from dcptool.training.meter import Meter
+from dcptool.training.norms import one_value_explained
 from dcptool.training.randomness import kept_random_state, seed_all
 from dcptool.training.run import Fitted, Run, Validate, Vary
 from dcptool.training.schedule import Schedule
@@ -41,6 +42,7 @@ class _State:
     step: int = 0
     validated: int = -1
     best_top1: float | None = None
+    best_score: float | None = None
     best: dict[str, Tensor] | None = None
     seconds: float = 0.0
     channels_last: bool | None = None
@@ -57,10 +59,11 @@ def fit(
     """Train `model` in place; one update for each loss and mini-batch.
 
     Raises Interrupted at the edge of a step after a signal, GateFailed when a loss is not
-    finite. With `validate` and `keep_best` the best weights are the ones that stay.
+    finite, UsageError when batches are too small for batch norms. With `validate` and
+    `keep_best` the best weights are the ones that stay.
     """
     run = run or Run()
-    with kept_random_state(), signals.watch() as flag:
+    with kept_random_state(), signals.watch() as flag, one_value_explained():
         return _Fit(model, batches, losses, schedule, run, dist, flag).go()
 
 
@@ -216,7 +219,7 @@ class _Fit:
             raise GateFailed(
                 f"the loss is {loss} at step {self.state.step}",
                 why=f"learning rate {self.schedule.at(self.state.step):.3g}; it was not saved",
-                try_="the same command with a smaller --lr, or with --clip-grad 1",
+                try_=f"the same command with a smaller {self.run.lr_option}, or with --clip-grad 1",
             )
 
     def _update(self) -> None:
@@ -277,8 +280,9 @@ class _Fit:
             return
         self._mode()
         state.validated = state.step
-        if state.best_top1 is None or found.top1 >= state.best_top1:
-            state.best_top1 = found.top1
+        score = run.prefer(found)
+        if state.best_score is None or score >= state.best_score:
+            state.best_score, state.best_top1 = score, found.top1
             if run.keep_best:
                 state.best = {k: v.detach().clone() for k, v in judged.state_dict().items()}
         if run.metrics is not None and self.dist.is_writer:
@@ -337,6 +341,7 @@ class _Fit:
             "step": state.step,
             "validated": state.validated,
             "best_top1": state.best_top1,
+            "best_score": state.best_score,
             "best": state.best,
             "seconds": self._elapsed(),
             "channels_last": state.channels_last,
@@ -358,7 +363,8 @@ class _Fit:
             return
         state = self.state
         state.step, state.validated = found["step"], found["validated"]
-        state.best_top1, state.seconds = found["best_top1"], found["seconds"]
+        state.best_top1, state.best_score = found["best_top1"], found["best_score"]
+        state.seconds = found["seconds"]
         state.channels_last = found["channels_last"]
         if found["best"] is not None:
             state.best = {k: v.to(self.run.device) for k, v in found["best"].items()}

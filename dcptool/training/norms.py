@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
+from dcptool.errors import UsageError
 from dcptool.training.loader import Batches
+
+# How torch refuses to take the variance of one number.
+ONE_VALUE = "Expected more than 1 value per channel"
+
+
+@contextmanager
+def one_value_explained() -> Iterator[None]:
+    """Say which option is at fault where a batch norm sees one value in each channel."""
+    try:
+        yield
+    except ValueError as err:
+        if ONE_VALUE not in str(err):
+            raise
+        raise UsageError(
+            "batch norms cannot learn from one image at a time in this network",
+            why="its maps shrink to one pixel, and one value in a channel has no variance",
+            try_="--batch-size 2 or more, or --norms eval",
+        ) from err
 
 
 def reestimate_norms(model: nn.Module, batches: Batches) -> int:
@@ -24,7 +46,7 @@ def reestimate_norms(model: nn.Module, batches: Batches) -> int:
         norm.momentum = None  # a plain average over all batches
         norm.train()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), one_value_explained():
             for images, _ in batches.epoch():
                 model(images)
     finally:

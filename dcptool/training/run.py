@@ -17,6 +17,16 @@ Vary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Validate = Callable[[nn.Module, Callable[[], bool]], Accuracy]
 
 
+def by_top1(found: Accuracy) -> float:
+    """The more right answers, the better."""
+    return found.top1
+
+
+def by_divergence(found: Accuracy) -> float:
+    """The nearer to the teacher's scores, the better; answers alone are often level."""
+    return -found.loss
+
+
 @dataclass(frozen=True)
 class Run:
     """Everything about a fit that is neither network, data, loss nor learning rate."""
@@ -33,12 +43,14 @@ class Run:
     validate: Validate | None = None
     validate_every: int = 1
     validate_first: bool = False
+    prefer: Callable[[Accuracy], float] = by_top1
     keep_best: bool = True
     checkpoints: Checkpoints | None = None
     metrics: Metrics | None = None
     log_every: int = 10
     max_time_s: float | None = None
     title: str = "train"
+    lr_option: str = "--lr"
     resume_command: str = ""
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dcptool.errors import EnvironmentFault
 from dcptool.training.images import BadImage
-from dcptool.training.loader import ImageSet, all_bad, evaluation_transform, judge
+from dcptool.training.loader import ImageSet, all_bad, evaluation_transform
 from dcptool.training.loader import training_transform as make_training_transform
 from dcptool.training.randomness import kept_random_state, seed_all
 
@@ -99,7 +99,7 @@ def read_in_workers(
     try:
         for pixels, labels, bad in batches:
             store.bad.update(bad)
-            judge(store.bad, store.skip_bad)
+            store.unreadable.judge()
             if pixels is None:
                 raise all_bad(images)
             yield pixels, torch.tensor(labels)

@@ -11,7 +11,8 @@ import pytest
 
 OPTIONS = ("--channels-last", "off", "-b", "4", "--steps", "5", "--log-interval", "1")
 OPTIONS += ("--save-every", "0", "-o", "run")
-# Ends on itself when the third row of figures is written.
+# Ends on itself when the fifth row of figures is written: two steps, a validation before, between
+# and after them.
 IN_EPOCH = """
 import os
 from dcptool import files
@@ -19,7 +20,7 @@ count, append = [0], files.append
 def counted(path, text):
     append(path, text)
     count[0] += path.name == "metrics.jsonl"
-    if count[0] == 3:
+    if count[0] == 5:
         count[0] += 1
         os.kill(os.getpid(), NUMBER)
 files.append = counted
@@ -28,7 +29,7 @@ files.append = counted
 IN_SAVE = """
 fsync = os.fsync
 def again(handle):
-    if count[0] > 3 and os.readlink(f"/proc/self/fd/{handle}").endswith(".tmp"):
+    if count[0] > 5 and os.readlink(f"/proc/self/fd/{handle}").endswith(".tmp"):
         os.kill(os.getpid(), NUMBER)
     fsync(handle)
 os.fsync = again

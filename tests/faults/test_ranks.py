@@ -97,12 +97,31 @@ def test_a_signal_to_the_launcher_saves(server: forked.Server, slim: Path, tmp_p
     done = process.wait(60)
     assert done.code == 143, done.err
     assert done.err.count("state saved") == 1
-    assert "  try: dcptool finetune --resume run" in done.err
+    assert "  try: dcptool finetune --resume run --nproc-per-node 2\n" in done.err
     wait_until_gone(ranks, 1)
     check_state(tmp_path)
     for rank in (0, 1):
         status = json.loads((tmp_path / "run" / f"status.{rank}.json").read_text())
         assert status["code"] == 143
+
+
+def test_a_gate_that_fails_after_the_ranks_parted_is_said_once(
+    server: forked.Server, slim: Path, tmp_path: Path
+) -> None:
+    words = ("evaluate", str(slim), "--min-top1", "100", "--nproc-per-node", "2", "--json")
+    done = server.run(*words, cwd=tmp_path)
+    assert done.code == 4, done.err
+    assert json.loads(done.out)["error"]["code"] == 4
+    assert done.err.count("below 100 %") == 1
+
+
+def test_options_that_do_not_fit_are_said_once(
+    server: forked.Server, slim: Path, tmp_path: Path
+) -> None:
+    words = ("finetune", str(slim), "--epochs", "1", "--steps", "1", "--nproc-per-node", "2")
+    done = server.run(*words, cwd=tmp_path)
+    assert done.code == 2, done.err
+    assert done.err.count("say the same thing twice") == 1
 
 
 @pytest.mark.parametrize("hanging", [False, True])

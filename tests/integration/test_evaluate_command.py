@@ -56,6 +56,7 @@ def test_gates_and_refusals(
     code, out, _ = here(capsys, *right, "--json")
     assert code == 0
     assert json.loads(out)["images"] == 8
+    assert json.loads(out)["skipped"] == 0
     assert here(capsys, *right, "--min-top1", "100")[0] == 4
     assert here(capsys, "evaluate", *model, "--images", "data")[0] == 2
     (tmp_path / "data" / "val" / "a" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n")
@@ -64,6 +65,7 @@ def test_gates_and_refusals(
     assert "1.png" in err
     code, out, err = here(capsys, *right, "--skip-bad", "1", "--json")
     assert json.loads(out)["images"] == 7
+    assert json.loads(out)["skipped"] == 1
     assert "1 unreadable image" in err
 
 

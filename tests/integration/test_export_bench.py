@@ -14,6 +14,10 @@ from pathlib import Path
 import onnx
 import pytest
 
+from dcptool import files
+from dcptool.deploy import bench_targets
+from dcptool.deploy import export as exporting
+from dcptool.errors import InputError
 from dcptool.network import artifact, models
 from dcptool.pipeline import rundir
 
@@ -95,6 +99,48 @@ def test_the_newest_run_is_exported_into_itself_and_timed(run_folder: Path) -> N
     assert failed["gates"][0]["ok"] is False
     assert failed["error"]["code"] == 4
     assert failed["rows"]
+
+
+def test_a_file_of_an_earlier_state_is_never_timed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def prune(name: str) -> str:
+        network = models.load(name, pretrained=False)
+        cost = {"params": sum(p.numel() for p in network.module.parameters())}
+        artifact.save(network, run, cost=cost, metrics={}, lineage={})
+        return files.sha256((run / "manifest.json").read_bytes())
+
+    def made_of(name: str) -> str:
+        facts = {p.key: p.value for p in onnx.load(run / name).metadata_props}
+        return facts["artifact_sha256"]
+
+    def resolve() -> None:
+        with bench_targets.resolved([str(run)], None, {}):
+            pass
+
+    first = prune("zoo:resnet20_a")
+    resolve()
+    assert made_of("model.onnx") == made_of("dense.onnx") == first
+    second = prune("zoo:resnet32_a")
+    timed = document(dcptool("bench", "run", *QUICK, "--json", cwd=tmp_path))
+    assert made_of("model.onnx") == made_of("dense.onnx") == second
+    assert timed["speedup"][0]["macs_ratio"] == 1.0
+    # What was not made by the defaults is for its owner to make again.
+    exporting.export(
+        models.load("zoo:resnet32_a", pretrained=False),
+        run / "model.onnx",
+        exporting.Options(softmax=True, dynamic="none"),
+        facts={"artifact_sha256": first},
+        force=True,
+    )
+    with pytest.raises(InputError) as caught:
+        resolve()
+    assert caught.value.try_ == f"dcptool export {run} --onnx --softmax --dynamic=none --force"
+    (run / "model.onnx").rename(run / "other.onnx")
+    with pytest.raises(InputError) as caught:
+        resolve()
+    assert f"--onnx {run}/other.onnx --softmax" in caught.value.try_
 
 
 def test_without_a_run_the_next_command_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import numpy
 import pytest
+from PIL import Image
 
 from dcptool.cli.app import run
 
@@ -132,7 +134,7 @@ def test_bad_requests_have_their_codes(
         ("finetune", "zoo:resnet20", "--no-pretrained", "--num-classes", "7"): 3,
         ("finetune", "zoo:resnet20", "--no-pretrained", "--device", "cuda"): 5,
         (*BASE, "--steps", "1", "--min-top1", "99", "-o", "gated"): 4,
-        (*BASE, "--steps", "9", "--lr", "1e30", "-o", "blown"): 4,
+        (*BASE, "--steps", "9", "--lr", "1e18", "-o", "blown"): 4,
     }
     for arguments, code in cases.items():
         assert run(list(arguments)) == code, arguments
@@ -143,6 +145,70 @@ def test_bad_requests_have_their_codes(
     assert not (tmp_path / "strange").exists()
     assert not (tmp_path / "gated" / "manifest.json").exists()
     assert not (tmp_path / "blown" / "manifest.json").exists()
+
+
+def test_without_labels_the_teacher_says_what_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run([*BASE, "--steps", "20", "-o", "taught", "--json"]) == 0
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    draw = numpy.random.default_rng(0)
+    for number in range(40):
+        pixels = draw.integers(0, 256, (32, 32, 3), dtype=numpy.uint8)
+        Image.fromarray(pixels).save(photos / f"{number}.png")
+    capsys.readouterr()
+    options = ["finetune", "taught", "--images", "photos", "-b", "8", "--val-fraction", "0.5"]
+    options += ["--channels-last", "off", "--json"]
+    taught = ["--teacher", "taught", "--steps", "4"]
+    harm = [*options, *taught, "--lr", "0.5", "--clip-grad", "1", "-o", "harmed"]
+    assert run(harm) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["after"] is None
+    before, after = (found["agreement"][key] for key in ("before", "after"))
+    assert (before["top1"], after["top1"], after["images"]) == (100.0, 100.0, 10)
+    assert after["kl"] == before["kl"]
+    same = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("taught", "harmed")]
+    assert same[0] == same[1]
+    assert run([*options, "-o", "alone"]) == 2
+    assert not (tmp_path / "alone").exists()
+    capsys.readouterr()
+    for words in (
+        ["--min-top1", "50"],
+        ["--mixup", "0.2"],
+        ["--cutmix", "0.2"],
+        ["--smoothing", "0.1"],
+        ["--losses", "2"],
+    ):
+        assert run([*options, *taught, *words, "-o", "refused"]) == 2
+        assert f"{words[0]} needs labels" in capsys.readouterr().err
+    assert not (tmp_path / "refused").exists()
+
+
+def test_an_angular_loss_has_no_teacher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(8):
+        photo = tmp_path / "photos" / f"{number % 2}" / f"{number}.png"
+        photo.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (30 * number, 90, 9)).save(photo)
+    model = ("zoo:resnet20", "--no-pretrained", "--num-classes", "2")
+    small = ("--images", "photos", "--no-training", "--samples", "4", "--positions", "4")
+    assert run(["prune", *model, "--rate", "0.5", *small, "-o", "slim"]) == 0
+    angular = ["finetune", "slim", "--data-dir", "photos", "--loss", "angular", "-b", "4"]
+    for words in (["--kd"], ["--teacher", "slim"], ["--teacher-checkpoint", "x.safetensors"]):
+        capsys.readouterr()
+        assert run([*angular, *words, "-o", "refused"]) == 2
+        assert "--loss angular has no place for a teacher" in capsys.readouterr().err
+    assert not (tmp_path / "refused").exists()
+    for words, distilled in ((angular, False), (angular[:4], True)):
+        made = f"distilled-{distilled}"
+        assert run([*words, "--channels-last", "off", "--steps", "1", "-o", made]) == 0
+        assert ("no distillation" in capsys.readouterr().err) != distilled
+        lineage = json.loads((tmp_path / made / "manifest.json").read_text())["lineage"]
+        assert lineage["finetune"]["distilled"] is distilled
 
 
 @pytest.mark.slow
@@ -162,7 +228,7 @@ def test_two_processes_follow_one(dcptool, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_torchrun_gives_our_codes_back(dcptool, tmp_path: Path) -> None:
     both = (*BASE, "--nproc-per-node", "2", "--log-interval", "1", "--steps", "400")
-    blown = dcptool(*both, "--lr", "1e30", "-o", "blown", "--json", timeout=240)
+    blown = dcptool(*both, "--lr", "1e18", "-o", "blown", "--json", timeout=240)
     assert blown.returncode == 4
     assert json.loads(blown.stdout)["error"]["code"] == 4
     assert json.loads((tmp_path / "blown" / "status.1.json").read_text())["code"] == 4

@@ -239,7 +239,7 @@ def test_plan_by_hand(place: Path, photos: Path) -> None:
         (["--epsilon", "0.1", "--method", "l1"], 2, "needs a loss"),
         (["--rate", "0.3", "--lambda", "nan"], 2, "--lambda nan"),
         (["--rate", "0.3", "--cache-gb", "inf"], 2, "--cache-gb inf"),
-        (["--rate", "0.3", "--stage-lr", "nan"], 2, "--stage-lr nan"),
+        (["--rate", "0.3", "--stage-lr", "nan"], 2, "--stage-lr: nan is out of range"),
         (["--rate", "0.3", "--images", "missing"], 3, "missing"),
         (["--rate", "0.3", "--images", "photos"], 2, "--no-training"),
         (["--rate", "0.3", *UNLABELLED, "--keep", "*"], 3, "--keep leaves every group whole"),

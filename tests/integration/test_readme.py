@@ -48,7 +48,7 @@ def test_transcript(capsys, command, shown):
 
 def test_exactly_two_commands_for_a_fresh_machine():
     assert len(re.findall(r"^pip install ", README, re.M)) == 2
-    assert "\npip install '.[test]' && pytest\n" in README
+    assert "\npip install '.[test]' && pytest -n 2\n" in README
 
 
 def shell_example() -> str:

@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
+import re
 import signal
-import tarfile
-import time
-import zlib
 from pathlib import Path
-from urllib.error import URLError
 
 import numpy
 import pytest
 import torch
+from painted import network, paint
 from PIL import Image
 
 from dcptool.errors import EnvironmentFault, InputError, UsageError
-from dcptool.network.models import Base, Input, Network
+from dcptool.network.models import Input
 from dcptool.training import images
 from dcptool.training.classes import check_classes, reset_head
-from dcptool.training.data import DataSpec, held_out_split, open_data, samples, small_size
+from dcptool.training.data import (
+    DataSpec,
+    held_out_split,
+    open_data,
+    samples,
+    small_size,
+    spec_of,
+)
 from dcptool.training.dist import Dist
-from dcptool.training.images import BadImage
 from dcptool.training.loader import Augment, ImageSet, Store, loader
-
-
-def network(classes: int = 2, size: int = 16, names: tuple[str, ...] | None = None) -> Network:
-    module = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 4, 3, stride=2),
-        torch.nn.AdaptiveAvgPool2d(1),
-        torch.nn.Flatten(),
-        torch.nn.Linear(4, classes),
-    )
-    seen = Input((3, size, size), (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-    return Network(module, Base("zoo", "tiny", classes), seen, names)
-
-
-def paint(path: Path, seed: int, size: int = 16) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = numpy.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=numpy.uint8)
-    Image.fromarray(pixels).save(path)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for split, count in (("train", 20), ("test", 6)):
-        for number in range(count):
-            name = "cat" if number % 2 else "dog"
-            paint(tmp_path / split / name / f"{number:02d}.png", number + 100 * (split == "test"))
-    return tmp_path
 
 
 def numbers(batches, epoch=0, start=0):
@@ -194,97 +170,6 @@ def test_worker_processes_change_nothing(folder: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*lists, strict=True))
 
 
-def test_bad_files_are_all_named(folder: Path) -> None:
-    (folder / "train" / "cat" / "01.png").write_bytes(b"")
-    whole = (folder / "train" / "dog" / "02.png").read_bytes()
-    (folder / "train" / "dog" / "02.png").write_bytes(whole[: len(whole) * 6 // 10])
-    data = open_data(DataSpec(data_dir=folder, val_fraction=0.05), network())
-    batches = loader(data.train, 4, train=True)
-    with pytest.raises(InputError) as caught:
-        list(batches)
-    assert "01.png: the file is empty" in caught.value.why
-    assert "02.png" in caught.value.why
-    skipping = open_data(DataSpec(data_dir=folder, val_fraction=0.05, skip_bad=2), network())
-    shown = sum(len(labels) for _, labels in loader(skipping.train, 19))
-    assert shown + len(skipping.train.store.bad) == len(skipping.train)
-
-
-def test_bad_files_are_named_by_workers_too(folder: Path) -> None:
-    (folder / "train" / "cat" / "01.png").write_bytes(b"\x89PNG broken")
-    spec = DataSpec(data_dir=folder, augment=Augment(aa="rand-m9"), val_fraction=0.05)
-    batches = loader(open_data(spec, network()).train, 19, train=True, workers=1)
-    with pytest.raises(InputError, match="1 image cannot be read"):
-        list(batches)
-
-
-def test_sixteen_bit_images_are_scaled() -> None:
-    ramp = (numpy.arange(256, dtype=numpy.uint16) * 257).reshape(16, 16)
-    stream = io.BytesIO()
-    Image.fromarray(ramp).save(stream, "PNG")
-    grey = numpy.asarray(images.decode(stream.getvalue(), "x.png"))[..., 0]
-    assert (grey.reshape(-1) == numpy.arange(256)).all()
-
-
-@pytest.mark.parametrize("mode", ["CMYK", "P", "RGBA", "LA", "L", "1"])
-def test_other_modes_are_converted(mode: str) -> None:
-    image = Image.new("RGB", (8, 8), (250, 250, 250)).convert(mode)
-    stream = io.BytesIO()
-    image.save(stream, "TIFF" if mode == "CMYK" else "PNG")
-    found = images.decode(stream.getvalue(), "x")
-    assert found.mode == "RGB"
-    assert numpy.asarray(found).min() > 200
-
-
-@pytest.mark.parametrize(
-    ("data", "word"),
-    [
-        (b"GIF89a" + bytes(50), "format is refused"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "format is refused"),
-        (b"hello", "format is refused"),
-        (b"", "empty"),
-    ],
-)
-def test_other_formats_are_refused(data: bytes, word: str) -> None:
-    with pytest.raises(BadImage, match=word):
-        images.decode(data, "x.jpg")
-
-
-def bomb(width: int, height: int) -> bytes:
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        size = len(body).to_bytes(4, "big")
-        return size + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
-
-    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08\x00\0\0\0"
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"x") + chunk(b"IEND", b"")
-    )
-
-
-@pytest.mark.parametrize("side", [7200, 10_000, 14_000, 60_000])
-def test_bombs_are_refused_by_their_header(side: int) -> None:
-    with pytest.raises(BadImage, match="pixels"):
-        images.decode(bomb(side, side), "bomb.png")
-
-
-def test_pipes_loops_and_hidden_files(folder: Path) -> None:
-    wanted = images.list_classes(folder / "train").digest()
-    (folder / "train" / ".ipynb_checkpoints").mkdir()
-    paint(folder / "train" / ".ipynb_checkpoints" / "x.png", 1)
-    paint(folder / "train" / "cat" / "._01.png", 1)
-    (folder / "train" / "cat" / "notes.txt").write_text("x")
-    for name in ("again", "twice"):
-        (folder / "train" / "cat" / name).symlink_to(folder / "train" / "cat")
-    started = time.monotonic()
-    listing = images.list_classes(folder / "train")
-    assert time.monotonic() - started < 1
-    assert listing.digest() == wanted
-    assert listing.classes == ("cat", "dog")
-    assert listing.ignored == 2
-    os.mkfifo(folder / "train" / "dog" / "pipe.jpg")
-    with pytest.raises(BadImage, match="a pipe, not a regular file"):
-        images.read(folder / "train" / "dog" / "pipe.jpg")
-
-
 def test_strange_names_become_text() -> None:
     name = os.fsdecode(b"caf\xe9\n<script>")
     readable = images.readable_name(name)
@@ -339,85 +224,37 @@ def test_contradictions_are_usage_errors(folder: Path) -> None:
         open_data(DataSpec(data_dir=folder, std=(0.0, 1.0, 1.0)), network())
 
 
-def test_shards_are_read_by_number(folder: Path, tmp_path: Path) -> None:
-    root = tmp_path / "shards"
-    root.mkdir()
-    for split in ("train", "val"):
-        with tarfile.open(root / f"set-{split}-000.tar", "w") as shard:
-            for number in range(8):
-                stream = io.BytesIO()
-                Image.new("RGB", (16, 16), (number * 10,) * 3).save(stream, "PNG")
-                parts = ((".png", stream.getvalue()), (".cls", str(number % 2).encode()))
-                for ending, body in parts:
-                    member = tarfile.TarInfo(f"{number:04d}{ending}")
-                    member.size = len(body)
-                    shard.addfile(member, io.BytesIO(body))
-    data = open_data(DataSpec(dataset="wds/", data_dir=root), network())
-    assert (len(data.train), len(data.val)) == (8, 8)
-    shown, labels = next(iter(loader(data.val, 8)))
-    assert labels.tolist() == [0, 1] * 4
-    assert shown[:, 0, 0, 0].tolist() == pytest.approx(
-        [(n * 10 / 255 - 0.5) / 0.25 for n in range(8)]
-    )
+@pytest.mark.parametrize(
+    ("augment", "words"),
+    [
+        ({"aa": "nonsense"}, "--aa nonsense"),
+        ({"aa": "rand-q5"}, "--aa rand-q5"),
+        ({"scale": (1.0, 0.5)}, "--scale 1 0.5"),
+        ({"ratio": (2.0, 1.0), "aa": "v9"}, "--ratio 2 1.*\n--aa v9"),
+    ],
+)
+def test_augmentation_that_cannot_be_is_refused_before_any_work(augment, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        spec_of({}, augment=augment)
+    assert re.search(words, caught.value.why)
+    given = {"aa": "rand-m9-mstd0.5", "scale": (0.5, 1.0), "ratio": (1.0, 1.0)}
+    assert spec_of({}, augment=given).augment == Augment(**given)
 
 
-def test_torchvision_folders_by_name(folder: Path) -> None:
-    data = open_data(DataSpec(dataset="torch/image_folder", data_dir=folder), network())
-    assert len(data.test or ()) == 6
+@pytest.mark.parametrize("option", ["train_split", "val_split"])
+def test_a_split_that_was_named_must_be_there(folder: Path, option: str) -> None:
+    for root in (folder, folder / "train"):
+        with pytest.raises(InputError, match="no folder typo") as caught:
+            open_data(DataSpec(data_dir=root, **{option: "typo"}), network())
+        assert f"--{option.replace('_', '-')}" in caught.value.try_
+    assert len(open_data(DataSpec(data_dir=folder, train_split="test"), network()).train) == 5
 
 
-def test_a_set_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torchvision = pytest.importorskip("torchvision")
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
-    names = [f"class{n}" for n in range(10)]
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": names}))
-    for number, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
-        pixels = numpy.full((10, 3072), 10 * number, numpy.uint8)
-        body = {"data": pixels, "labels": list(range(10))}
-        (folder / name).write_bytes(pickle.dumps(body))
-    cifar10 = torchvision.datasets.CIFAR10
-    spec = DataSpec(dataset="torch/cifar10", data_dir=tmp_path)
-    with pytest.raises(InputError, match="cannot open torch/cifar10"):
-        open_data(spec, network())
-    # Its own files only pass its sums of checks.
-    monkeypatch.setattr(cifar10, "_check_integrity", lambda _self: True)
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
-    data = open_data(spec, network())
-    assert (len(data.train), len(data.val), len(data.test or ())) == (45, 5, 10)
-    assert data.classes == tuple(names)
-    assert data.source == "torch/cifar10"
-    assert data.test is not None
-    shown, labels = next(iter(loader(data.test, 10)))
-    assert labels.tolist() == list(range(10))
-    assert float(shown[0, 0, 0, 0]) == pytest.approx((50 / 255 - 0.5) / 0.25)
-
-
-def test_a_download_that_fails_is_the_networks_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unreachable(*_: object, **__: object) -> None:
-        raise URLError("no route to host")
-
-    monkeypatch.setattr("urllib.request.urlopen", unreachable)
-    spec = DataSpec(dataset="torch/cifar10", data_dir=tmp_path, dataset_download=True)
-    with pytest.raises(EnvironmentFault, match="cannot download torch/cifar10") as caught:
-        open_data(spec, network())
-    assert "no route" in caught.value.why
-
-
-def test_a_set_of_hugging_face(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    pytest.importorskip("datasets")
-    cache = tmp_path_factory.mktemp("rows")
-    spec = DataSpec(dataset=f"hfds/{folder}", data_dir=cache, offline=True)
-    data, plain = open_data(spec, network()), open_data(DataSpec(data_dir=folder), network())
-    assert data.source == f"hfds/{folder.name}"
-    assert data.classes == plain.classes
-    assert data.test is not None
-    assert plain.test is not None
-    (ours, labels), (theirs, wanted) = (next(iter(loader(d.test, 6))) for d in (data, plain))
-    assert labels.tolist() == wanted.tolist()
-    assert torch.equal(ours, theirs)
+def test_one_image_cannot_be_split(tmp_path: Path) -> None:
+    paint(tmp_path / "one.png", 0)
+    with pytest.raises(InputError, match="one image only") as caught:
+        open_data(DataSpec(images=tmp_path), network())
+    assert "held out" in caught.value.why
 
 
 class Deadly:

@@ -315,6 +315,11 @@ def test_a_new_run_cleans_up_after_one_that_left_no_whole_file(tmp_path):
     assert [path.name for path in first.iterdir()] == ["notes.txt"]
 
 
+def test_without_rights_the_folder_to_look_at_is_one_that_exists(tmp_path):
+    fault = files.storage_fault(PermissionError(errno.EACCES, "x"), tmp_path / "a" / "b" / "file")
+    assert fault.try_ == f"check the rights: ls -ld {tmp_path}"
+
+
 def test_make_folder_proves_that_it_can_be_written(tmp_path, monkeypatch):
     files.make_folder(tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []

@@ -212,6 +212,23 @@ def test_a_loss_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
     assert all(torch.isfinite(value).all() for value in ours.state_dict().values())
 
 
+@pytest.mark.parametrize("option", ["--lr", "--stage-lr"])
+def test_a_loss_that_is_not_finite_names_the_option_of_the_rate(option: str) -> None:
+    with pytest.raises(GateFailed) as caught:
+        fit(model(), batches(), [cross_entropy()], Schedule(9, 1e30), run(lr_option=option))
+    assert f"a smaller {option}, or" in caught.value.try_
+
+
+def test_one_image_with_one_value_a_channel_names_the_options() -> None:
+    small = nn.Sequential(nn.Conv2d(3, 6, 8), nn.BatchNorm2d(6), nn.Flatten(), nn.Linear(6, 3))
+    with pytest.raises(UsageError, match="one image at a time") as caught:
+        fit(small, batches(1), [cross_entropy()], Schedule(2, 0.1), run())
+    assert "--batch-size 2 or more, or --norms eval" in caught.value.try_
+    with pytest.raises(UsageError, match="one image at a time"):
+        reestimate_norms(small, batches(1))
+    fit(small, batches(1), [cross_entropy()], Schedule(2, 0.1), run(norms="eval"))
+
+
 def test_time_ends_a_run_in_order() -> None:
     fitted = fit(
         model(),

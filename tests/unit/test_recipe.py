@@ -204,6 +204,41 @@ def test_combinations_that_cannot_work(text, words):
     assert words in caught.value.why
 
 
+def test_a_model_that_nobody_has_is_one_fault_of_many():
+    text = GOOD.replace("zoo:resnet20", "zoo:resnet2")
+    assert text != GOOD
+    with pytest.raises(UsageError, match="there is no model 'zoo:resnet2'"):
+        run_command.check(check(text))
+    with pytest.raises(UsageError) as caught:
+        run_command.check(check(f"{text}epsilon = 0.1\n"))
+    assert "exclude each other\nmodel.name: there is no model" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("gates", "values", "budget", "advice"),
+    [
+        ("min_speedup = 2", {"speedup": 1}, "rate = 0.3", "a larger prune.rate: "),
+        ("min_speedup = 2", {"speedup": 1}, "target_macs = 0.3", "a smaller prune.target_macs: "),
+        ("max_accuracy_drop = 1", {"top1": 80}, "rate = 0.3", "a smaller prune.rate, or more fine"),
+        (
+            "max_accuracy_drop = 1\nmin_speedup = 2",
+            {"top1": 80, "speedup": 1},
+            "rate = 0.3",
+            "a larger prune.rate with more finetune.epochs",
+        ),
+    ],
+)
+def test_what_may_help_a_gate_that_failed(gates, values, budget, advice):
+    found = check(f"{GOOD.replace('rate = 0.3', budget)}[bench]\n[gates]\n{gates}\n")
+    documents = {
+        "prune": {"dense": {"top1": 90}, "slim": {"top1": values.get("top1", 90)}},
+        "bench": {"speedup": [{"ratio": values.get("speedup", 9)}]},
+    }
+    failure = run._failure(run.verdicts(found, documents), Path("runs/x"), found)
+    assert failure is not None
+    assert failure.try_.startswith(advice)
+
+
 def test_rates_of_single_groups_become_options():
     text = f'{GOOD}[prune.rates]\n"layer1.*" = 0.10\n"layer2.0.conv1" = 0\n'
     assert words(text)[-2:] == ["--rate-of=layer1.*=0.10", "--rate-of=layer2.0.conv1=0"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dcptool.cli import app, sections, study_run
-from dcptool.errors import GateFailed, UsageError
+from dcptool.errors import GateFailed, InputError, UsageError
 from dcptool.pipeline import recipe, study
 from dcptool.pipeline.study import Point
 
@@ -38,11 +38,14 @@ class Commands:
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
         self.fails: set[str] = set()
+        self.refuses: set[str] = set()
 
     def __call__(self, name: str, words: list[str]) -> dict[str, Any]:
         self.calls.append([name, *words])
         if self.fails & set(words):
             raise GateFailed("too bad")
+        if self.refuses & set(words):
+            raise InputError("cannot read it")
         place = next((w.partition("=")[2] for w in words if w.startswith("--output=")), None)
         if place:
             Path(place).mkdir(exist_ok=True)
@@ -147,6 +150,23 @@ def test_a_gate_that_fails_is_kept_and_stops_nothing(tmp_path):
     assert "1 of 2 points" in failure.message
     assert study.failure_of(measured[1:]) is None
     json.dumps([one.plain() for one in measured])
+
+
+def test_a_later_point_that_cannot_be_done_stops_nothing_either(tmp_path):
+    commands = Commands()
+    commands.refuses = {"--rate=0.5"}
+    points = study.points_over({"prune.rate": [Decimal(r) for r in ("0.3", "0.5", "0.7")]})
+    measured = study.run_study(read(BASE), points, tmp_path, invoke=commands)
+    assert [one.failure is None for one in measured] == [True, False, True]
+    failure = study.failure_of(measured)
+    assert isinstance(failure, InputError)
+    assert failure.why == "0.5: cannot read it"
+    # What the first cannot use is not tried with all the others.
+    commands.calls.clear()
+    with pytest.raises(InputError) as caught:
+        study.run_study(read(BASE), points[1:], tmp_path, invoke=commands)
+    assert caught.value.message == "0.5: cannot read it"
+    assert len(commands.calls) == 1
 
 
 def test_figures_of_a_run():
