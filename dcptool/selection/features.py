@@ -77,9 +77,8 @@ def values_at(output: Tensor, positions: Positions, *, tokens: bool = False) -> 
         rows = output.reshape(output.shape[0], -1, output.shape[-1])
         index = positions.columns.unsqueeze(-1).expand(-1, -1, rows.shape[-1])
         return rows.gather(1, index).flatten(0, 1)
-    flat = output.flatten(2)
-    index = (positions.rows * output.shape[3] + positions.columns).unsqueeze(1)
-    return flat.gather(2, index.expand(-1, flat.shape[1], -1)).transpose(1, 2).flatten(0, 1)
+    index = positions.rows * output.shape[3] + positions.columns
+    return _taken(output, index).flatten(0, 1)
 
 
 def rows_at(layer: nn.Module, features: Tensor, positions: Positions) -> Tensor:
@@ -96,7 +95,16 @@ def rows_at(layer: nn.Module, features: Tensor, positions: Positions) -> Tensor:
     rows = (positions.rows * sh).unsqueeze(-1) + torch.arange(kh, device=features.device) * dh
     columns = (positions.columns * sw).unsqueeze(-1) + torch.arange(kw, device=features.device) * dw
     flat = (rows.unsqueeze(-1) * width + columns.unsqueeze(-2)).flatten(1)
-    index = flat.unsqueeze(1).expand(-1, channels, -1)
     count = positions.rows.shape[1]
-    taken = padded.flatten(2).gather(2, index).view(images, channels, count, kh * kw)
-    return taken.permute(0, 2, 1, 3).reshape(images * count, channels * kh * kw)
+    taken = _taken(padded, flat).view(images, count, kh * kw, channels)
+    return taken.transpose(2, 3).reshape(images * count, channels * kh * kw)
+
+
+def _taken(maps: Tensor, index: Tensor) -> Tensor:
+    """Values (images x positions x channels) of maps at flat positions, one row for each image.
+
+    With channels last each of them is one piece of memory.
+    """
+    last = maps.permute(0, 2, 3, 1).flatten(1, 2)
+    picture = torch.arange(len(maps), device=maps.device).unsqueeze(1) * last.shape[1]
+    return last.flatten(0, 1).index_select(0, (picture + index).flatten()).view(*index.shape, -1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dcptool.training.dist import SINGLE, Dist
+from dcptool.training.layout import laid_out
 
 
 @dataclass(frozen=True)
@@ -36,5 +37,5 @@ class Samples:
 
 def share(batches: Sequence[Tensor], dist: Dist = SINGLE, device: str = "cpu") -> Samples:
     """The samples of this process, from batches that every process has read."""
-    rows = [batch[dist.rank :: dist.world] for batch in batches]
+    rows = [laid_out(batch[dist.rank :: dist.world]) for batch in batches]
     return Samples(rows, [len(batch) for batch in batches], dist, device)

@@ -21,16 +21,18 @@ from dcptool.errors import EnvironmentFault
 
 @dataclass(frozen=True)
 class Spilled:
-    """A tensor in a file."""
+    """A tensor in a file, with its values in the order that they had in memory."""
 
     path: Path
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
 
     def read(self) -> Tensor:
         """The values."""
         data = bytearray(self.path.read_bytes())
-        return torch.frombuffer(data, dtype=self.dtype).view(self.shape)
+        flat = torch.frombuffer(data, dtype=self.dtype)
+        return flat.as_strided(self.shape, self.stride)
 
 
 Kept = Tensor | Spilled
@@ -68,15 +70,16 @@ class Room:
             self._scratch = tempfile.TemporaryDirectory(prefix=".features-", dir=self.folder)
         self._count += 1
         path = Path(self._scratch.name) / f"{self._count}.bin"
+        shape, stride = tuple(tensor.shape), tensor.stride()
         try:
-            tensor.numpy().tofile(path)
+            tensor.as_strided((tensor.numel(),), (1,)).numpy().tofile(path)
         except OSError as err:
             raise EnvironmentFault(
                 f"cannot keep features in {path.parent}",
                 why=os.strerror(err.errno) if err.errno else f"the disk is full: {err}",
                 try_="the same command with TMPDIR=DIR on a disk with room, or a larger --cache-gb",
             ) from err
-        return Spilled(path, tuple(tensor.shape), tensor.dtype)
+        return Spilled(path, shape, stride, tensor.dtype)
 
     def release(self, kept: Kept) -> None:
         """Give the room of a kept tensor back."""
@@ -110,7 +113,7 @@ class Store:
         self.chunks[number] = self._kept(tensors)
 
     def _kept(self, tensors: tuple[Tensor, ...]) -> tuple[Kept, ...]:
-        return tuple(self.room.keep(t.detach().cpu().contiguous()) for t in tensors)
+        return tuple(self.room.keep(_compact(t.detach().cpu())) for t in tensors)
 
     def clear(self) -> None:
         """Give all room back."""
@@ -129,3 +132,9 @@ class Store:
 
     def __len__(self) -> int:
         return len(self.chunks)
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """The same values without gaps; channels stay last where they are."""
+    is_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor if is_last else tensor.contiguous()

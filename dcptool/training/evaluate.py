@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dcptool import console
 from dcptool.errors import GateFailed
 from dcptool.training.dist import SINGLE, Dist
+from dcptool.training.layout import laid_out
 from dcptool.training.loader import Batches
 
 Predictor = Callable[[Tensor], Tensor]
@@ -50,7 +51,7 @@ def predictor(module: nn.Module, *, amp: torch.dtype | None = None) -> Predictor
                     images.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None
                 ),
             ):
-                scores: Tensor = module(images)
+                scores: Tensor = module(laid_out(images))
         finally:
             module.train(was_training)
         return scores

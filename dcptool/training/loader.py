@@ -32,9 +32,10 @@ SMALL_TRAIN = 64
 READ_THREADS = 4
 
 MOST_AT_ONCE = 256
-# 16 images at 224 px: the C library gives larger maps back to the system after every layer and asks
-# for them again page by page, which takes half of the time of a forward pass on a CPU.
-PIXELS_AT_ONCE = 16 * 224 * 224
+# Six images at 224 px, whose maps are below 32 MB in most networks: the C library gives larger ones
+# back to the system after every layer and asks for them again page by page (a third of the time of
+# a forward pass on a CPU).
+PIXELS_AT_ONCE = 6 * 224 * 224
 
 
 @dataclass(frozen=True)

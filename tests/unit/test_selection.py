@@ -24,7 +24,7 @@ from dcptool.selection.samples import share
 from dcptool.selection.settings import Recorded, Selection, stop_by_epsilon
 from dcptool.selection.stage import Stage
 from dcptool.selection.stages import plan_stages, select
-from dcptool.selection.store import Room, Store
+from dcptool.selection.store import Room
 from dcptool.selection.tail import build_tail
 
 
@@ -369,18 +369,3 @@ def test_head_sees_the_pivot_and_is_gone_afterwards() -> None:
     assert network.two.conv1.weight.grad is None
     assert head.linear.weight.grad is not None
     assert not network.one._forward_hooks
-
-
-def test_store_spills_to_disk_above_the_limit(tmp_path) -> None:
-    room = Room(100, tmp_path)
-    store = Store(room)
-    chunks = [torch.arange(20.0) + i for i in range(4)]
-    for chunk in chunks:
-        store.add(chunk)
-    assert room.used <= 100
-    assert len(list(tmp_path.rglob("*.bin"))) == 3
-    assert all(torch.equal(a, b) for (a,), b in zip(store, chunks, strict=True))
-    store.clear()
-    assert not list(tmp_path.rglob("*.bin"))
-    room.close()
-    assert not list(tmp_path.iterdir())
