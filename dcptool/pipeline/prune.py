@@ -136,6 +136,9 @@ def prune(
         room.require_memory(network.module, data.input.size, job.batch_size)
     chosen = calibration.images_for(network, data, job, dist)
     batches = calibration.batches_of(chosen, job, dist)
+    if settings.solver == "gram" and calibration.may_mirror(data):
+        # As good as more images, where there are few: KL 0.111 -> 0.093 on ResNet-56 at rate 0.5.
+        batches += [(x.flip(3), y) for x, y in batches]
     labels = [y[dist.rank :: dist.world] for _, y in batches]
     dense_top1 = _top1(network.module, data, job, dist)
     memory = Checkpoints(folder / prune_record.CHECKPOINTS, marks, SAVE_EVERY_S)
@@ -150,9 +153,6 @@ def prune(
         prune_record.begin(folder, start.choices if start is not None else ())
     selection_began = time.monotonic()
     images = [x for x, _ in batches]
-    if not job.training and calibration.may_mirror(data):
-        # As good as more images, where there are few: KL 0.111 -> 0.093 on ResNet-56 at rate 0.5.
-        images += [x.flip(3) for x in images]
     settings = widths.decide(network, images, job, folder, dist)
     if settings.method == "slimming" and settings.plan is None:
         settings = widths.by_scale(network, settings)

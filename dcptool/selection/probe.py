@@ -40,7 +40,7 @@ Tick = Callable[[], None]
 
 Pair = tuple[Tensor, Tensor]
 # A block of rows costs a matrix of columns x columns to add, however few they are.
-ROWS_AT_ONCE = 2048
+ROWS_AT_ONCE = 4096
 
 
 def nothing() -> None:
@@ -68,6 +68,7 @@ class Probe:
     current_features: Store = field(init=False)
     _aims: dict[fx.Node, Store] = field(init=False, default_factory=dict)
     _is_dense_ahead: bool = field(init=False, default=False)
+    _dense_place: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.dense_features, self.current_features = Store(self.room), Store(self.room)
@@ -88,19 +89,31 @@ class Probe:
 
     def begin(self, place: int) -> None:
         """Compute the features at the start of segment `place` from the samples."""
-        self.dense_features.clear()
-        self.current_features.clear()
         self._forget()
         self.place = place
-        for batch in self.samples.batches:
-            for root, store in (
-                (self.dense, self.dense_features),
-                (self.current, self.current_features),
-            ):
+        stores = [(self.current, self.current_features)]
+        if not self._is_dense_at(place):
+            stores.append((self.dense, self.dense_features))
+        for root, store in stores:
+            store.clear()
+            for batch in self.samples.batches:
                 features = batch.to(self.samples.device)
                 for segment in self.chain.segments[:place]:
                     features = run_segment(self.chain, segment, root, features)[segment.output]
                 store.add(features)
+
+    def inherit(self, other: Probe) -> None:
+        """Take over the features of the dense network from the probe of the stage before."""
+        if not other._is_dense_ahead:
+            self.dense_features, self._dense_place = other.dense_features, other.place
+            other.dense_features = Store(self.room)
+        other.dense_features.clear()
+        other.current_features.clear()
+
+    def _is_dense_at(self, place: int) -> bool:
+        """Whether the dense features are those that the stage before has left here."""
+        there, self._dense_place = self._dense_place == place, None
+        return there
 
     def advance(self) -> None:
         """Go on to the next segment."""

@@ -94,6 +94,7 @@ def select(
     losses: Sequence[LossAt] = ()
     cuts: dict[str, Cut] = {}
     begun, first = 0, 0
+    before: Stage | None = None
     if start is not None:
         begun, first, cuts = start.stage, start.place, dict(start.cuts)
         cut(current.cpu(), cuts)
@@ -110,6 +111,9 @@ def select(
                 stage = Stage(
                     network, dense, current, cuts, settings, room, samples, pivot, losses, tick
                 )
+                if before is not None:
+                    stage.probe.inherit(before.probe)
+                before = stage
                 skip = 0
                 if start is not None and goes_on:
                     stage.removed, stage.slopes, skip = (

@@ -2,14 +2,19 @@
 
     python tests/benchmarks/selection.py CIFAR_DIR WEIGHTS_DIR [--network resnet56_a]
         [--samples 500] [--rate 0.5]
+    python tests/benchmarks/selection.py IMAGE_DIR WEIGHTS_DIR --network timm:resnet50 --channels 2
     python tests/benchmarks/selection.py CIFAR_DIR WEIGHTS_DIR --whole RESULTS.jsonl
         [--network resnet20_a] [--samples 256] [--rate 0.5] [--seeds 0] [--stage-steps 50]
 
 Without --whole: the stages of `prune` on the dense network, with untrained heads on its pivots and
 without any training. The closed form is timed over every whole stage; of the loop the group in the
-middle of each stage is run, and the others are extrapolated: each walks over the samples as often
-as it keeps channels asks for, and a walk is taken to cost what it did for the measured one. Seconds
-are of the processor, so that neighbours on the machine disturb them little.
+middle of each stage is run (its first --channels), and the rest is extrapolated: each group walks
+over the samples as often as the channels that it keeps ask for, and a walk is taken to cost what it
+did for the measured one. `--solver sgd` keeps the features of a layer and walks from there to the
+pivot; the program that the authors released walks from the images to the pivot in the pruned
+network and to the layer in the dense one, each time: one such walk is timed for each stage. Seconds
+are of the processor, so that neighbours on the machine disturb them little. A network of timm has
+random weights, on which time does not depend.
 
 With --whole the network is pruned from end to end by each solver, in a process of its own, and
 trained with the same short fine-tune: seconds of selection, peak memory, test error before and
@@ -33,8 +38,10 @@ from results import Results
 
 from dcptool import console
 from dcptool.network import models
+from dcptool.network.base import Network
 from dcptool.network.graph import build_graph
 from dcptool.selection import greedy
+from dcptool.selection.chain import run_from
 from dcptool.selection.heads import new_head, summed, width_at
 from dcptool.selection.samples import share
 from dcptool.selection.settings import Selection
@@ -56,6 +63,7 @@ def main() -> None:
     parser.add_argument("--network", default="resnet56_a")
     parser.add_argument("--samples", type=int, default=500)
     parser.add_argument("--rate", default="0.5")
+    parser.add_argument("--channels", type=int, help="of the loop's group; all")
     parser.add_argument("--whole", type=Path, metavar="RESULTS")
     parser.add_argument("--solvers", default="gram,sgd")
     parser.add_argument("--seeds", default="0")
@@ -122,27 +130,35 @@ def once(given: argparse.Namespace, seed: int) -> dict:
 
 def parts(given: argparse.Namespace) -> None:
     """Time whole stages in closed form and one group of each by the loop, and print a table."""
-    path = given.weights / f"cifar10_{given.network}.safetensors"
-    network = models.load(f"zoo:{given.network}", checkpoint=path)
-    data = open_data(DataSpec(data_dir=given.cifar), network)
-    network.input = data.input
-    batches = list(loader(samples(data, given.samples), 64))
+    network, batches = opened(given)
     images = share([x for x, _ in batches])
     dense = network.module.eval()
     graph = build_graph(dense, network.input.size)
     walks = counted()
-    print("| stage | groups | closed form, s | loop: group | s | walks | all, s | same channels |")
-    print("|---|---|---|---|---|---|---|---|")
-    solved = looped = 0.0
+    names = "stage,groups,closed form s,loop: group,walks,s a walk,all s,released s,same channels"
+    print("| " + names.replace(",", " | ") + " |")
+    print("|---" * 9 + "|")
+    solved = looped = released = 0.0
     first = 0
     for number, (pivot, last) in enumerate(plan_stages(network, graph, Selection())):
-        head = None if pivot is None else new_head(width_at(dense, pivot, data.input.size), 10, 0)
+        classes = network.base.num_classes
+        head = (
+            None
+            if pivot is None
+            else new_head(width_at(dense, pivot, network.input.size), classes, 0)
+        )
         losses = [summed(head, y) for _, y in batches]
 
-        def stage_by(solver: str, pivot: str | None = pivot, losses: list = losses) -> Stage:
+        def stage_by(
+            solver: str,
+            plan: dict[str, int] | None = None,
+            pivot: str | None = pivot,
+            losses: list = losses,
+        ) -> Stage:
             is_loop = solver == "sgd"
             settings = Selection(
-                rate=Fraction(given.rate),
+                rate=Fraction(given.rate) if plan is None else None,
+                plan=plan,
                 solver=solver,
                 target="conv" if is_loop else "block",
                 score="gradient" if is_loop else "rise",
@@ -158,24 +174,59 @@ def parts(given: argparse.Namespace) -> None:
         by_form = time.process_time() - began
         chosen = {choice.group: choice for choice in choices}
         middle = choices[len(choices) // 2].group
-        stage = stage_by("sgd")
+        stage = stage_by("sgd", {middle: given.channels} if given.channels else None)
         group = stage.graph.group(middle)
         walks.clear()
         began = time.process_time()
         with torch.no_grad():
             stage.probe.begin(stage.chain.place_of(group.consumers[-1]))
             kept = set(stage._decide(group).kept)
-        one, count = time.process_time() - began, len(walks)
+        one = (time.process_time() - began) / len(walks)
+        count = len(walks)
+        began = time.process_time()
+        released_walk(stage, group.consumers[-1])
+        bare = time.process_time() - began
         all_walks = sum(2 * len(choice.kept) + 1 for choice in choices)
-        by_loop = one / count * all_walks
-        solved, looped, first = solved + by_form, looped + by_loop, last
+        solved, first = solved + by_form, last
+        looped, released = looped + one * all_walks, released + bare * all_walks
         alike = f"{len(kept & set(chosen[middle].kept))} of {len(kept)}"
-        row = (number + 1, len(choices), f"{by_form:.1f}", middle, f"{one:.1f}", count)
-        print("|", " | ".join(map(str, (*row, f"{by_loop:.0f}", alike))), "|", flush=True)
+        row = (number + 1, len(choices), f"{by_form:.1f}", middle, f"{count} of {all_walks}")
+        seconds = (f"{one:.2f}", f"{one * all_walks:.0f}", f"{bare * all_walks:.0f}", alike)
+        print("|", " | ".join(map(str, (*row, *seconds))), "|", flush=True)
     print(
-        f"whole network, {given.samples} samples: loop {looped:.0f} s (extrapolated), closed form "
-        f"{solved:.1f} s (measured): {looped / solved:.0f}x; {torch.get_num_threads()} threads"
+        f"{given.network} at {given.rate}, {given.samples} samples, {torch.get_num_threads()} "
+        f"threads, processor time: closed form {solved:.1f} s (measured); --solver sgd "
+        f"{looped:.0f} s (extrapolated), {looped / solved:.0f}x; as released "
+        f"{released:.0f} s (extrapolated), {released / solved:.0f}x"
     )
+
+
+def opened(given: argparse.Namespace) -> tuple[Network, list]:
+    """The network, and its samples in batches."""
+    if ":" in given.network:
+        network = models.load(given.network, pretrained=False)
+    else:
+        path = given.weights / f"cifar10_{given.network}.safetensors"
+        network = models.load(f"zoo:{given.network}", checkpoint=path)
+    data = open_data(DataSpec(data_dir=given.cifar), network)
+    network.input = data.input
+    most = 64 if ":" not in given.network else 16
+    return network, list(loader(samples(data, given.samples), most))
+
+
+def released_walk(stage: Stage, name: str) -> None:
+    """One walk over the samples as the released program takes it, with nothing kept."""
+    chain, probe = stage.chain, stage.probe
+    node, (end, _) = chain.calls[name][0], chain.end_of(stage.pivot)
+    stage.current.requires_grad_(False)
+    weight = stage.current.get_submodule(name).weight.requires_grad_()
+    for images, head in zip(probe.samples.batches, stage.losses, strict=True):
+        with torch.no_grad():
+            wanted = run_from(chain, 0, probe.dense, images, [node])[node]
+        with torch.enable_grad():
+            found = run_from(chain, 0, stage.current, images, [node, end])
+            loss = (found[node] - wanted).square().mean() / 2 + head(found[end]) / len(images)
+            torch.autograd.grad(loss, weight)
 
 
 def counted() -> list[str]:
