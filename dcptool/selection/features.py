@@ -53,7 +53,7 @@ def choose_positions(
     a `share` only the rows of those of the `images` come back, with the positions they have among
     all.
     """
-    height, width = _grid(shape, tokens=tokens)
+    height, width = grid(shape, tokens=tokens)
     total = height * width
     if total <= count:
         flat = torch.arange(total).expand(images, total)
@@ -63,7 +63,7 @@ def choose_positions(
     return Positions(flat // width, flat % width)
 
 
-def _grid(shape: Sequence[int], *, tokens: bool) -> tuple[int, int]:
+def grid(shape: Sequence[int], *, tokens: bool) -> tuple[int, int]:
     """Positions of an output: maps have two dimensions of them, tokens one, vectors none."""
     if len(shape) == 4 and not tokens:
         return shape[2], shape[3]

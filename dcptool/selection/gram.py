@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dcptool.errors import GateFailed
+from dcptool.selection.rectify import Sample
 
 RIDGE = 1e-4
 # The strongest ridge that a refit tries; with it weights hardly move.
@@ -33,7 +34,8 @@ class Moments:
 
     The last column is the constant 1, so that a bias is fitted too. `unit` names the unit of
     each column; -1 is never removed. `half` holds the same of one half of the images, where it was
-    taken, so that what is solved on one half can be tried on the other.
+    taken, so that what is solved on one half can be tried on the other, and `sample` some of the
+    rows, where the layer is seen through a ReLU.
     """
 
     s: Tensor
@@ -42,6 +44,7 @@ class Moments:
     unit: Tensor
     rows: int = 0
     half: Moments | None = None
+    sample: Sample | None = None
 
     @staticmethod
     def empty(unit: Tensor, outputs: int) -> Moments:
@@ -69,7 +72,7 @@ class Moments:
         half = self.half.mean() if self.half is not None else None
         s = torch.triu(self.s).div_(n)
         s += torch.triu(s, 1).T
-        return Moments(s, self.c / n, self.energy / n, self.unit, self.rows, half)
+        return Moments(s, self.c / n, self.energy / n, self.unit, self.rows, half, self.sample)
 
     def other_half(self) -> Moments:
         """Mean moments of the images that are not in `half`."""
@@ -318,17 +321,26 @@ def refit(
 
     The ridge pulls towards `toward` (p x n) where it is given, else towards zero.
     """
+    return solver(moments, kept, ridge=ridge, toward=toward)(moments.c)
+
+
+def solver(
+    moments: Moments, kept: Tensor, *, ridge: float = RIDGE, toward: Tensor | None = None
+) -> Callable[[Tensor], Tensor]:
+    """The same as a function of inputs times targets, for other targets of the same inputs."""
     columns = torch.nonzero(kept).flatten()
     penalty = _ridge(moments, ridge)[columns]
-    right = moments.c[columns]
-    if toward is not None:
-        right = right + penalty[:, None] * toward[columns]
     matrix = moments.s[columns][:, columns]
     matrix.diagonal().add_(penalty)
-    solved = torch.cholesky_solve(right, _factor(matrix))
-    weights = torch.zeros_like(moments.c)
-    weights[columns] = solved
-    return weights
+    factor = _factor(matrix)
+    pull = penalty[:, None] * toward[columns] if toward is not None else 0.0
+
+    def solve(c: Tensor) -> Tensor:
+        weights = torch.zeros_like(c)
+        weights[columns] = torch.cholesky_solve(c[columns] + pull, factor)
+        return weights
+
+    return solve
 
 
 def best_ridge(

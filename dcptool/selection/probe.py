@@ -6,6 +6,7 @@ network and for the one being pruned, and runs no further than asked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,14 +22,17 @@ from dcptool.selection.chain import Chain, Segment, run_from, run_segment
 from dcptool.selection.features import (
     Positions,
     choose_positions,
+    grid,
     is_readable,
     rows_at,
     taps,
     values_at,
 )
+from dcptool.selection.gathering import Gathering
 from dcptool.selection.gram import Moments
 from dcptool.selection.greedy import Joint, LossAt
 from dcptool.selection.limits import MOST_COLUMNS, columns_of
+from dcptool.selection.rectify import FEWEST_ROWS, MOST_BYTES, MOST_ROWS
 from dcptool.selection.samples import Samples
 from dcptool.selection.store import Room, Store, give_back
 from dcptool.selection.tail import build_tail
@@ -37,10 +41,6 @@ from dcptool.selection.targets import Target, find_target, invert, norm_scale
 # Called for every batch that is read, while no weight has changed since the last edge; may raise
 # to end the work.
 Tick = Callable[[], None]
-
-Pair = tuple[Tensor, Tensor]
-# A block of rows costs a matrix of columns x columns to add, however few they are.
-ROWS_AT_ONCE = 4096
 
 
 def nothing() -> None:
@@ -177,29 +177,38 @@ class Probe:
         """Where the target of a layer of the present segment is read."""
         return find_target(self.segment, self.chain.calls[name][0], self.current, self.target)
 
-    def moments(self, name: str, group: Group | None) -> Moments:
-        """Moments of one layer of the present segment; units are indices into the group."""
+    def moments(self, name: str, group: Group | None, *, sampled: bool = False) -> Moments:
+        """Moments of one layer of the present segment; units are indices into the group.
+
+        With `sampled` some rows are kept where the layer is seen through a ReLU.
+        """
         layer: Any = self.current.get_submodule(name)
         units, outputs = self.units(name, group), len(self.graph.sites[name].outputs)
-        halves = Moments.empty(units, outputs), Moments.empty(units, outputs)
-        waiting: tuple[list[Pair], list[Pair]] = [], []
-        for number, rows, targets in self._rows(name, layer):
-            cut = self._first_half(number, len(rows))
-            waiting[0].append((rows[:cut], targets[:cut]))
-            waiting[1].append((rows[cut:], targets[cut:]))
-            if sum(len(pair[0]) for pair in waiting[0]) >= ROWS_AT_ONCE:
-                _take(halves, waiting)
-        _take(halves, waiting)
-        for moments in halves:
-            self._sum(moments.s, moments.c, moments.energy)
-            moments.rows = self._total(moments.rows)
-        first, second = halves
-        second.s += first.s
-        second.c += first.c
-        second.energy += first.energy
-        second.rows += first.rows
-        second.half = first
-        return second.mean()
+        keep = self._sampled(name) if sampled else 0
+        gathering = Gathering(units, outputs, keep)
+        for number, rows, targets, zeros in self._rows(name, layer):
+            images = self.samples.batches[number].shape[0]
+            gathering.add(rows, targets, zeros, images, self._first_half(number, len(rows)))
+        moments = gathering.finish(self.add_up)
+        target = self.target_of(name)
+        if keep and target.bounds is not None:
+            scale, _ = norm_scale(self.current, target.norm, outputs)
+            moments.sample = gathering.sample(scale, target.bounds, self.add_up)
+        return moments
+
+    def _sampled(self, name: str) -> int:
+        """Positions of each image whose rows are kept; none where that does not pay."""
+        if self.target_of(name).bounds is None:
+            return 0
+        layer = self.current.get_submodule(name)
+        columns = columns_of(layer) + 1
+        calls = self.chain.calls[name]
+        shape = calls[0].meta[VALUE].shape
+        there = min(self.positions, math.prod(grid(shape, tokens=self._has_tokens(calls[0]))))
+        images = self.samples.images * len(calls)
+        room = min(MOST_BYTES // (4 * columns), MOST_ROWS * columns)
+        keep = min(there, max(1, room // images))
+        return keep if keep * images >= FEWEST_ROWS * columns else 0
 
     def _first_half(self, batch: int, rows: int) -> int:
         """How many rows of a batch are of the first half of its images, whoever holds them."""
@@ -211,7 +220,7 @@ class Probe:
         mine = len(range(rank, images, world))
         return rows * len(range(rank, images // 2, world)) // max(mine, 1)
 
-    def _sum(self, *tensors: Tensor) -> None:
+    def add_up(self, *tensors: Tensor) -> None:
         """Add tensors up over all processes, in place."""
         for tensor in tensors:
             there = tensor.to(self.samples.device)
@@ -219,7 +228,7 @@ class Probe:
 
     def _total(self, count: int) -> int:
         box = torch.tensor([count], dtype=torch.float64)
-        self._sum(box)
+        self.add_up(box)
         return int(box.item())
 
     def units(self, name: str, group: Group | None) -> Tensor:
@@ -264,8 +273,8 @@ class Probe:
         dim = output.dim() - 1 if linear else 1
         return output.index_select(dim, torch.tensor(kept, device=output.device))
 
-    def _rows(self, name: str, layer: nn.Module) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """What a layer reads now and what it should give, at the same positions."""
+    def _rows(self, name: str, layer: nn.Module) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """What a layer reads now, what it should give, and what would count as zero."""
         if not self._is_dense_ahead:
             self._aim()
         target = self.target_of(name)
@@ -281,11 +290,13 @@ class Probe:
                 at = self._positions(node, number, draw)
                 if kept is not None:
                     aim = aim[:, list(kept)]
+                scale, shift = norm_scale(self.current, target.norm, aim.shape[1])
+                zeros = torch.zeros_like(aim)
                 if target.other is not None:
-                    scale, shift = norm_scale(self.current, target.norm, aim.shape[1])
                     other = values_at(now[target.other], at, tokens=self._has_tokens(node))
                     aim = invert(aim - other, scale, shift)
-                yield number, rows_at(layer, now[source], at), aim
+                    zeros -= other
+                yield number, rows_at(layer, now[source], at), aim, invert(zeros, scale, shift)
 
     def zeros(self, name: str, group: Group) -> Tensor | None:
         """Share of zeros of each unit where `name` reads it; None if the activation has none."""
@@ -303,7 +314,7 @@ class Probe:
                 if unit in index:
                     counts[index[unit]] += share[channel]
             total += flat.shape[1]
-        self._sum(counts)
+        self.add_up(counts)
         total = self._total(total)
         return counts / total if bool(counts.any()) else None
 
@@ -340,7 +351,7 @@ class Probe:
                     slope = values_at(gradient, at, tokens=self._has_tokens(node)).double()
                     totals[name] += (slope.T @ slope).cpu()
         for total in totals.values():
-            self._sum(total)
+            self.add_up(total)
         return {name: total.float() for name, total in totals.items()}
 
     def readable(self, name: str, place: int | None = None) -> bool:
@@ -422,11 +433,3 @@ def _frozen(module: nn.Module) -> Iterator[None]:
     finally:
         for parameter in wanted:
             parameter.requires_grad_(True)
-
-
-def _take(halves: tuple[Moments, Moments], waiting: tuple[list[Pair], list[Pair]]) -> None:
-    """Add the rows that wait to their moments."""
-    for moments, pairs in zip(halves, waiting, strict=True):
-        if pairs:
-            moments.add(torch.cat([rows for rows, _ in pairs]), torch.cat([t for _, t in pairs]))
-        pairs.clear()

@@ -21,7 +21,8 @@ from dcptool.network.base import Cut, Network
 from dcptool.network.graph import Group, build_graph
 from dcptool.selection.chain import Chain, build_chain
 from dcptool.selection.choice import Choice, Edge, Report, unsolvable, whole
-from dcptool.selection.gram import Moments, Ranking, best_ridge, refit, relative
+from dcptool.selection.gathering import of_sample
+from dcptool.selection.gram import Moments, Ranking, best_ridge, refit, relative, solver
 from dcptool.selection.greedy import LossAt, Sgd, choose
 from dcptool.selection.joint import metric, weigh
 from dcptool.selection.limits import MOST_COLUMNS, is_looped
@@ -29,6 +30,7 @@ from dcptool.selection.methods import METHODS
 from dcptool.selection.methods.question import Question, filter_sums
 from dcptool.selection.methods.slimming import norm_scales
 from dcptool.selection.probe import Probe, Tick, nothing
+from dcptool.selection.rectify import rectified
 from dcptool.selection.samples import Samples
 from dcptool.selection.settings import Selection, stop_by_epsilon
 from dcptool.selection.store import Room
@@ -258,7 +260,7 @@ class Stage:
             return self._decide_by_walking(group, local)
         moments: dict[str, Moments] = {}
         if METHODS[self.settings.method].needs_data:
-            moments = {name: self.probe.moments(name, group) for name in local}
+            moments = {name: self.probe.moments(name, group, sampled=self.refits) for name in local}
         problems = {
             name: (
                 self.weighed(name, found),
@@ -277,7 +279,7 @@ class Stage:
                 stale = any(self.probe.depends(name, earlier) for earlier in solved)
                 if stale:
                     with self.probe.undisturbed():
-                        moments[name] = self.probe.moments(name, group)
+                        moments[name] = self.probe.moments(name, group, sampled=True)
                 self._refit(name, moments[name], self.settings.ridge)
                 solved.append(name)
             else:
@@ -411,12 +413,17 @@ class Stage:
 
     def _refit(self, name: str, moments: Moments | None, weakest: float) -> None:
         """Solve a reader anew for the columns that are left, as near its weights as pays."""
-        moments = moments or self.probe.moments(name, None)
+        moments = moments or self.probe.moments(name, None, sampled=True)
         kept = self._kept_columns(name)
         kept[-1] = self.probe.has_bias(name)
         toward = self.probe.weights(name)
         ridge = best_ridge(moments, kept, toward, self.probe.output_weights(name), weakest)
-        self.probe.write(name, refit(moments, kept, ridge=ridge, toward=toward))
+        weights = refit(moments, kept, ridge=ridge, toward=toward)
+        if moments.sample is not None:
+            seen = of_sample(moments, moments.sample, self.probe.add_up)
+            solve = solver(seen, kept, ridge=ridge)
+            weights = rectified(moments.sample, weights, solve, self.probe.add_up)
+        self.probe.write(name, weights)
 
     def _kept_columns(self, name: str) -> Tensor:
         inputs = torch.from_numpy(self.graph.sites[name].inputs)

@@ -1,0 +1,91 @@
+"""Rows of a layer on their way into moments: of each half of the images, and some to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dcptool.selection.gram import Moments
+from dcptool.selection.rectify import Sample
+from dcptool.selection.targets import Bounds, is_erased
+
+Pair = tuple[Tensor, Tensor]
+# Adds tensors up over all processes, in place.
+AddUp = Callable[..., None]
+# A block of rows costs a matrix of columns x columns to add, however few they are.
+ROWS_AT_ONCE = 4096
+
+
+class Gathering:
+    """Takes rows batch by batch; `keep` is how many of each image are kept as they are."""
+
+    def __init__(self, units: Tensor, outputs: int, keep: int) -> None:
+        self.halves = Moments.empty(units, outputs), Moments.empty(units, outputs)
+        self.keep = keep
+        self._waiting: tuple[list[Pair], list[Pair]] = [], []
+        self._kept: list[list[Tensor]] = []
+
+    def add(self, rows: Tensor, targets: Tensor, zeros: Tensor, images: int, cut: int) -> None:
+        """Take the rows of a batch of `images`; the first `cut` are of the first half."""
+        if self.keep:
+            self._kept.append([_of_each(x, images, self.keep) for x in (rows, targets, zeros)])
+        first, second = self._waiting
+        first.append((rows[:cut], targets[:cut]))
+        second.append((rows[cut:], targets[cut:]))
+        if sum(len(pair[0]) for pair in first) >= ROWS_AT_ONCE:
+            self._take()
+
+    def finish(self, add_up: AddUp) -> Moments:
+        """Mean moments of all rows, with those of the first half of the images."""
+        self._take()
+        first, second = self.halves
+        for moments in self.halves:
+            _add_up(moments, add_up)
+        second.s += first.s
+        second.c += first.c
+        second.energy += first.energy
+        second.rows += first.rows
+        second.half = first
+        return second.mean()
+
+    def sample(self, scale: Tensor, bounds: Bounds, add_up: AddUp) -> Sample:
+        """The rows that were kept, for a norm of this scale and the activation after it."""
+        rows, targets, zeros = (torch.cat(parts) for parts in zip(*self._kept, strict=True))
+        self._kept.clear()
+        count = torch.tensor([float(len(rows))], dtype=torch.float64)
+        add_up(count)
+        scale = torch.where(is_erased(scale), 0.0, scale)
+        return Sample(rows, targets, zeros, scale, bounds, int(count))
+
+    def _take(self) -> None:
+        for moments, pairs in zip(self.halves, self._waiting, strict=True):
+            if pairs:
+                rows, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+                moments.add(rows, targets)
+            pairs.clear()
+
+
+def of_sample(moments: Moments, sample: Sample, add_up: AddUp) -> Moments:
+    """Moments of the rows that were kept, in place of those of all."""
+    if sample.count == moments.rows:
+        return moments
+    found = Moments.empty(moments.unit[:-1], sample.targets.shape[1])
+    for begin in range(0, len(sample.rows), ROWS_AT_ONCE):
+        part = slice(begin, begin + ROWS_AT_ONCE)
+        found.add(sample.rows[part], sample.targets[part])
+    _add_up(found, add_up)
+    return replace(found.mean(), sample=sample)
+
+
+def _add_up(moments: Moments, add_up: AddUp) -> None:
+    rows = torch.tensor([float(moments.rows)], dtype=torch.float64)
+    add_up(moments.s, moments.c, moments.energy, rows)
+    moments.rows = int(rows)
+
+
+def _of_each(rows: Tensor, images: int, count: int) -> Tensor:
+    """The first rows of each image."""
+    return rows.view(images, -1, rows.shape[1])[:, :count].flatten(0, 1)
