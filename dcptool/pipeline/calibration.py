@@ -18,6 +18,8 @@ from dcptool.training.loader import ImageSet, at_once, loader
 
 FEWEST_SAMPLES = 64
 MOST_SAMPLES = 4096
+# KL 0.111 -> 0.093 on ResNet-56 at rate 0.5 with 500 images; twice the time.
+MIRRORED_BELOW = 1000
 
 
 def images_for(network: Network, data: Data, job: Job, dist: Dist) -> ImageSet:
@@ -43,10 +45,10 @@ def images_for(network: Network, data: Data, job: Job, dist: Dist) -> ImageSet:
     return samples(data, count, settings.seed)
 
 
-def may_mirror(data: Data) -> bool:
-    """Whether a mirror image is as good as an image."""
+def may_mirror(data: Data, chosen: ImageSet) -> bool:
+    """Whether mirror images are worth their time: they are images, too, where there are few."""
     augment = data.train.augment
-    return not augment.off and augment.hflip != 0.0
+    return len(chosen) < MIRRORED_BELOW and not augment.off and augment.hflip != 0.0
 
 
 def batches_of(chosen: ImageSet, job: Job, dist: Dist) -> list[tuple[Tensor, Tensor]]:

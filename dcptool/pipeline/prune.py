@@ -136,8 +136,7 @@ def prune(
         room.require_memory(network.module, data.input.size, job.batch_size)
     chosen = calibration.images_for(network, data, job, dist)
     batches = calibration.batches_of(chosen, job, dist)
-    if settings.solver == "gram" and calibration.may_mirror(data):
-        # As good as more images, where there are few: KL 0.111 -> 0.093 on ResNet-56 at rate 0.5.
+    if settings.solver == "gram" and calibration.may_mirror(data, chosen):
         batches += [(x.flip(3), y) for x, y in batches]
     labels = [y[dist.rank :: dist.world] for _, y in batches]
     dense_top1 = _top1(network.module, data, job, dist)
