@@ -123,9 +123,9 @@ class Stage:
                 for number, name in enumerate(self.probe.segment.layers):
                     if place == first and number < skip:
                         continue
-                    if not decided_at.get(name):
-                        edge(place, number)
                     groups = [g for g in decided_at.get(name, []) if g.name not in known]
+                    if not groups:
+                        edge(place, number)
                     # What stays whole comes first: after a stop between two groups, whether this
                     # layer decides anything is still to be seen from those that are left.
                     for group in sorted(groups, key=self._goes):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -121,6 +123,38 @@ def test_layers_that_work_in_place_change_nothing(solver: str) -> None:
     assert plain.choices == same.choices
     wanted, got = plain.network.module.state_dict(), same.network.module.state_dict()
     assert all(torch.equal(wanted[k], got[k]) for k in wanted)
+
+
+def test_stopped_at_any_batch_of_a_second_walk_it_goes_on_to_the_same_network() -> None:
+    """The residual group is decided last, and the walk goes back over layers that have decided."""
+    network, images = blocks(), noise()
+    settings = Selection(rate=Fraction("0.5"), positions=16, losses=1, prune_residual=True)
+
+    def fit_stage(_module: nn.Module, _pivot: str | None, _number: int, _is_fitted: bool):
+        return [loss_at_pivot] * len(images)
+
+    ticks: list[int] = []
+    tick = partial(ticks.append, 0)
+    whole = select(network, images, settings, fit_stage=fit_stage, tick=tick)
+    wanted = whole.network.module.state_dict()
+
+    class Enough(Exception):
+        pass
+
+    for stop_at in range(1, len(ticks) + 1):
+        seen: list[Progress] = []
+        left = iter([*[None] * (stop_at - 1), Enough])
+
+        def stop(left: Iterator[type[Enough] | None] = left) -> None:
+            fault = next(left)
+            if fault is not None:
+                raise fault
+
+        with pytest.raises(Enough):
+            select(network, images, settings, fit_stage=fit_stage, edge=seen.append, tick=stop)
+        rest = select(network, images, settings, fit_stage=fit_stage, start=seen[-1])
+        got = rest.network.module.state_dict()
+        assert all(torch.equal(wanted[k], got[k]) for k in wanted), stop_at
 
 
 def test_stopped_between_two_readers_of_a_gate_it_goes_on_from_before_both() -> None:
