@@ -57,7 +57,7 @@ class Gathering:
         self._kept.clear()
         count = torch.tensor([float(len(rows))], dtype=torch.float64)
         add_up(count)
-        scale = torch.where(is_erased(scale), 0.0, scale)
+        scale = torch.where(is_erased(scale), 0.0, scale).to(rows.device)
         return Sample(rows, targets, zeros, scale, bounds, int(count))
 
     def _take(self) -> None:

@@ -290,7 +290,8 @@ class Probe:
                 at = self._positions(node, number, draw)
                 if kept is not None:
                     aim = aim[:, list(kept)]
-                scale, shift = norm_scale(self.current, target.norm, aim.shape[1])
+                known = norm_scale(self.current, target.norm, aim.shape[1])
+                scale, shift = (each.to(aim.device) for each in known)
                 zeros = torch.zeros_like(aim)
                 if target.other is not None:
                     other = values_at(now[target.other], at, tokens=self._has_tokens(node))

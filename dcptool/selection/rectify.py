@@ -16,8 +16,10 @@ from torch import Tensor
 
 from dcptool.selection.targets import Bounds
 
+# KL from the dense network on held-out images, ResNet-56 at rate 0.7: 0.514 without a step, 0.481
+# with three, 0.485 with five, 0.479 with eight.
 STEPS = 3
-# Rows that are kept for a column of a layer: fewer fit noise, more take longer.
+# Rows that are kept for a column of a layer: with 64 noise is fitted (0.529), more take longer.
 FEWEST_ROWS, MOST_ROWS = 128, 512
 MOST_BYTES = 512 * 2**20
 CHUNK = 8192
