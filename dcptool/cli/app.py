@@ -109,14 +109,19 @@ def group(as_json: bool, quiet: bool, verbose: bool, debug: bool) -> None:
 
 
 class _Stopped(KeyboardInterrupt):
-    """Another signal that asks to stop, made to pass wherever Ctrl-C passes."""
+    """A signal that asks to stop, made to pass wherever Ctrl-C passes."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
 
 
+# Signals that have come: a library that is being imported may turn one into an error of its own.
+_asked: list[int] = []
+
+
 def _stop(number: int, _frame: FrameType | None) -> None:
+    _asked.append(number)
     raise _Stopped(number)
 
 
@@ -126,9 +131,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     # on two shared cores). Read when torch's thread library is loaded, which is later.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     streams.mend()
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # A signal that is ignored, as under nohup, stays so.
-        if signal.getsignal(number) == signal.SIG_DFL:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _stop)
     code = run(sys.argv[1:] if arguments is None else arguments)
     streams.close()
@@ -163,7 +168,8 @@ def run(arguments: list[str]) -> int:
             err.try_ = shlex.join(["dcptool", *meant])
         return _report(err, arguments)
     except Exception as err:
-        return _report(faults.of_anything(err), arguments)
+        fault = Interrupted(_asked[-1]) if _asked else faults.of_anything(err)
+        return _report(fault, arguments)
     return result if isinstance(result, int) else 0
 
 

@@ -95,6 +95,18 @@ def test_other_errors_are_translated(monkeypatch, capsys, tmp_path, err, code, w
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_signal_that_a_library_turned_into_an_error_is_still_a_signal(monkeypatch, capsys):
+    def action(as_json: bool) -> None:
+        with suppress(KeyboardInterrupt):
+            app._stop(signal.SIGINT, None)
+        raise AttributeError("half imported")
+
+    monkeypatch.setattr(app, "_asked", [])
+    ending(monkeypatch, action)
+    assert app.run(["env"]) == 130
+    assert "SIGINT" in capsys.readouterr().err
+
+
 def test_a_failed_gate_comes_with_its_document(monkeypatch, capsys):
     failure = GateFailed("too slow", why="1.1 times", try_="t")
 
