@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -77,7 +76,7 @@ def of_sample(moments: Moments, sample: Sample, add_up: AddUp) -> Moments:
         part = slice(begin, begin + ROWS_AT_ONCE)
         found.add(sample.rows[part], sample.targets[part])
     _add_up(found, add_up)
-    return replace(found.mean(), sample=sample)
+    return found.mean()
 
 
 def _add_up(moments: Moments, add_up: AddUp) -> None:
