@@ -20,6 +20,8 @@ from dcptool.training.evaluate import predictor
 from dcptool.training.loader import Batches, ImageSet, loader
 from dcptool.training.norms import reestimate_norms
 
+TEMPERATURES = tuple(1.1**power for power in range(-8, 9))
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -67,6 +69,11 @@ def _divergence(wanted: Tensor, given: Tensor) -> Tensor:
     return (log_wanted.exp() * (log_wanted - log_given)).sum(1)
 
 
+def _at_temperatures(wanted: Tensor, given: Tensor) -> Tensor:
+    """KL divergence of each image (rows) with the scores given at each temperature."""
+    return torch.stack([_divergence(wanted, given / t) for t in TEMPERATURES], dim=1)
+
+
 def settle(
     dense: nn.Module,
     slim: nn.Module,
@@ -81,26 +88,32 @@ def settle(
     """Give the slim network the weights that were tried, if they bring it nearer to the dense.
 
     They must do so by more than the standard error over the images: of a few dozen, some always
-    speak for a change.
+    speak for a change. Each is judged at the temperature that suits it: what is solved for is
+    a little too cautious, and a change that only makes it bolder would win over better answers.
     """
     dense, slim, tried = dense.to(device), slim.to(device), tried.to(device)
-    found = torch.zeros(4, dtype=torch.float64, device=device)
+    # For each pair of temperatures: sums of the first, of the gain, and of its square.
+    found = torch.zeros(3, len(TEMPERATURES), len(TEMPERATURES), dtype=torch.float64)
+    total = torch.zeros(1, dtype=torch.float64)
     for batch, _ in loader(images, workers=workers, device=device, dist=dist):
         wanted = predictor(dense)(batch)
-        before, after = (_divergence(wanted, predictor(each)(batch)) for each in (slim, tried))
-        gain = before - after
-        ones = torch.ones_like(gain)
-        found += torch.stack([before, gain, gain.square(), ones]).sum(1)
+        before, after = (_at_temperatures(wanted, predictor(m)(batch)) for m in (slim, tried))
+        gain = before[:, :, None] - after[:, None, :]
+        first = before[:, :, None].expand_as(gain)
+        found += torch.stack([first, gain, gain.square()]).sum(1).cpu()
+        total += len(batch)
     for module in (dense, slim, tried):
         module.cpu()
-    first, total, squares, count = dist.sum(found).tolist()
-    count = max(count, 1.0)
-    mean = total / count
-    doubt = math.sqrt(max(squares / count - mean**2, 0.0) / max(count - 1, 1.0))
-    helps = bool(mean > doubt)
+    found, count = dist.sum(found.to(device)).cpu(), max(float(dist.sum(total.to(device))), 1.0)
+    first, gain, squares = found / count
+    now, then = int(first[:, 0].argmin()), int((first - gain)[0].argmin())
+    mean, spread = float(gain[now, then]), float(squares[now, then])
+    doubt = math.sqrt(max(spread - mean**2, 0.0) / max(count - 1, 1.0))
+    helps = mean > doubt
+    was = float(first[now, 0])
     word = "kept" if helps else "not kept"
     console.detail(
-        f"{what}: KL {first / count:.4f} -> {first / count - mean:.4f} (+-{doubt:.4f}), {word} "
+        f"{what}: KL {was:.4f} -> {was - mean:.4f} (+-{doubt:.4f}), {word} "
         f"({count:.0f} held-out images)"
     )
     if helps:

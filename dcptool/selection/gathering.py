@@ -11,10 +11,8 @@ from dcptool.selection.gram import Moments
 from dcptool.selection.rectify import Sample
 from dcptool.selection.targets import Bounds, is_erased
 
-Pair = tuple[Tensor, Tensor]
 # Adds tensors up over all processes, in place.
 AddUp = Callable[..., None]
-# A block of rows costs a matrix of columns x columns to add, however few they are.
 ROWS_AT_ONCE = 4096
 
 
@@ -24,22 +22,18 @@ class Gathering:
     def __init__(self, units: Tensor, outputs: int, keep: int) -> None:
         self.halves = Moments.empty(units, outputs), Moments.empty(units, outputs)
         self.keep = keep
-        self._waiting: tuple[list[Pair], list[Pair]] = [], []
         self._kept: list[list[Tensor]] = []
 
     def add(self, rows: Tensor, targets: Tensor, zeros: Tensor, images: int, cut: int) -> None:
         """Take the rows of a batch of `images`; the first `cut` are of the first half."""
         if self.keep:
             self._kept.append([_of_each(x, images, self.keep) for x in (rows, targets, zeros)])
-        first, second = self._waiting
-        first.append((rows[:cut], targets[:cut]))
-        second.append((rows[cut:], targets[cut:]))
-        if sum(len(pair[0]) for pair in first) >= ROWS_AT_ONCE:
-            self._take()
+        for moments, part in zip(self.halves, (slice(cut), slice(cut, None)), strict=True):
+            if len(rows[part]):
+                moments.add(rows[part], targets[part])
 
     def finish(self, add_up: AddUp) -> Moments:
         """Mean moments of all rows, with those of the first half of the images."""
-        self._take()
         first, second = self.halves
         for moments in self.halves:
             _add_up(moments, add_up)
@@ -59,13 +53,6 @@ class Gathering:
         scale = torch.where(is_erased(scale), 0.0, scale).to(rows.device)
         return Sample(rows, targets, zeros, scale, bounds, int(count))
 
-    def _take(self) -> None:
-        for moments, pairs in zip(self.halves, self._waiting, strict=True):
-            if pairs:
-                rows, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-                moments.add(rows, targets)
-            pairs.clear()
-
 
 def of_sample(moments: Moments, sample: Sample, add_up: AddUp) -> Moments:
     """Moments of the rows that were kept, in place of those of all."""
@@ -80,6 +67,7 @@ def of_sample(moments: Moments, sample: Sample, add_up: AddUp) -> Moments:
 
 
 def _add_up(moments: Moments, add_up: AddUp) -> None:
+    moments.settle()
     rows = torch.tensor([float(moments.rows)], dtype=torch.float64)
     add_up(moments.s, moments.c, moments.energy, rows)
     moments.rows = int(rows)

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -21,11 +22,14 @@ from dcptool.selection.rectify import Sample
 RIDGE = 1e-4
 # The strongest ridge that a refit tries; with it weights hardly move.
 MOST_RIDGE = 10.0
-# Share by which a weaker ridge may err more. What a refit mends adds up over layers, the noise that
-# it takes in does not.
-RIDGE_SLACK = 0.005
+# Share by which a weaker ridge may err more. What a strong one leaves out is missing in all layers
+# behind: on images not used, tf_efficientnet_lite0 at rate 0.2 agreed with the dense network on
+# 85.8 % with 0.005, 88.0 % with 0.1, 87.8 % with 0.2; ResNet-56 at 0.7 on 87.5, 88.8 and 88.8 %.
+RIDGE_SLACK = 0.1
 
 BANDS = 4
+# Rows that are added up in single precision before they go into the sum in double.
+ROWS_IN_SINGLE = 16384
 
 
 @dataclass
@@ -45,6 +49,8 @@ class Moments:
     rows: int = 0
     half: Moments | None = None
     sample: Sample | None = None
+    _partial: tuple[Tensor, Tensor] | None = None
+    _partial_rows: int = 0
 
     @staticmethod
     def empty(unit: Tensor, outputs: int) -> Moments:
@@ -58,16 +64,35 @@ class Moments:
         )
 
     def add(self, rows: Tensor, targets: Tensor) -> None:
-        """Take a batch of rows in; below the diagonal `s` is whole only after `mean`."""
-        u = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
-        for first, last in _blocks(u.shape[1]):
-            self.s[first:last, first:] += (u[:, first:last].T @ u[:, first:]).double().cpu()
-        self.c += (u.T @ targets).double().cpu()
+        """Take a batch of rows in; what was taken counts only after `settle`."""
+        columns = rows.shape[1]
+        if self._partial is None:
+            outputs = targets.shape[1]
+            self._partial = rows.new_zeros(columns, columns), rows.new_zeros(columns, outputs)
+        s, c = self._partial
+        for first, last in _blocks(columns):
+            s[first:last, first:].addmm_(rows[:, first:last].T, rows[:, first:])
+        c.addmm_(rows.T, targets)
+        self.s[:-1, -1] += rows.sum(0).double().cpu()
+        self.s[-1, -1] += len(rows)
+        self.c[-1] += targets.sum(0).double().cpu()
         self.energy += targets.double().square().sum(0).cpu()
         self.rows += len(rows)
+        self._partial_rows += len(rows)
+        if self._partial_rows >= ROWS_IN_SINGLE:
+            self.settle()
+
+    def settle(self) -> None:
+        """Bring the sums up to date; below the diagonal `s` is whole only after `mean`."""
+        if self._partial is not None:
+            s, c = self._partial
+            self.s[:-1, :-1] += s.cpu()
+            self.c[:-1] += c.cpu()
+            self._partial, self._partial_rows = None, 0
 
     def mean(self) -> Moments:
         """Divided by the number of rows."""
+        self.settle()
         n = max(self.rows, 1)
         half = self.half.mean() if self.half is not None else None
         s = torch.triu(self.s).div_(n)
@@ -369,6 +394,42 @@ def best_ridge(
         found[ridge] = loss(ridge)
     enough = (1 + RIDGE_SLACK) * min(found.values())
     return next((ridge for ridge, value in found.items() if value <= enough), weakest)
+
+
+def steadied(
+    moments: Moments,
+    unit: Tensor,
+    weights: Tensor,
+    scale: Tensor,
+    share: Fraction,
+    *,
+    has_bias: bool,
+    weakest: float = RIDGE,
+) -> Moments:
+    """The same problem, held to the present weights as far as a cut of this size asks for.
+
+    Where there are few rows for the columns, a free choice would take chance for redundancy. The
+    ridge is the one that a refit would take after the units of least energy had gone; `share` of
+    them stay. `unit` names the unit of each column. A pull towards weights is as good as rows.
+    """
+    moving = unit >= 0
+    names, index = torch.unique(unit[moving], return_inverse=True)
+    energy = moments.s.diagonal() * (weights * scale).square().sum(1)
+    sizes = torch.zeros(len(names), dtype=torch.float64).index_add_(0, index, energy[moving])
+    stay = torch.zeros(len(names), dtype=torch.bool)
+    stay[sizes.argsort(descending=True, stable=True)[: math.ceil(share * len(names))]] = True
+    kept = torch.ones(len(unit), dtype=torch.bool)
+    kept[moving] = stay[index]
+    kept[-1] = has_bias
+    ridge = best_ridge(moments, kept, weights, scale, weakest)
+    if ridge <= weakest:
+        return moments
+    pull = _ridge(moments, ridge)
+    s = moments.s.clone()
+    s.diagonal().add_(pull)
+    c = moments.c + pull[:, None] * weights
+    energy = moments.energy + (pull[:, None] * weights.square()).sum(0)
+    return Moments(s, c, energy, moments.unit, moments.rows)
 
 
 def error(moments: Moments, weights: Tensor, scale: Tensor | None = None) -> float:

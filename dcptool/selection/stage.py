@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -21,8 +22,17 @@ from dcptool.network.base import Cut, Network
 from dcptool.network.graph import Group, build_graph
 from dcptool.selection.chain import Chain, build_chain
 from dcptool.selection.choice import Choice, Edge, Report, unsolvable, whole
+from dcptool.selection.features import taps
 from dcptool.selection.gathering import of_sample
-from dcptool.selection.gram import Moments, Ranking, best_ridge, refit, relative, solver
+from dcptool.selection.gram import (
+    Moments,
+    Ranking,
+    best_ridge,
+    refit,
+    relative,
+    solver,
+    steadied,
+)
 from dcptool.selection.greedy import LossAt, Sgd, choose
 from dcptool.selection.joint import metric, weigh
 from dcptool.selection.limits import MOST_COLUMNS, is_looped
@@ -215,7 +225,7 @@ class Stage:
             for place in range(first, last + 1):
                 for name in self.probe.segment.layers:
                     if name in readers and self.probe.readable(name):
-                        moments = self.weighed(name, self.probe.moments(name, None))
+                        moments = self.free_moments(name)
                         # Errors of readers count relative to what each of them has to explain.
                         weights = self.probe.weights(name) * self.probe.output_weights(name)
                         seen[name] = relative(moments), weights
@@ -235,6 +245,28 @@ class Stage:
             for name in group.consumers:
                 self._mask(name)
             decided(choice)
+
+    def free_moments(self, name: str) -> Moments:
+        """Moments of a reader before anything is known of what it will lose."""
+        inputs = torch.from_numpy(self.graph.sites[name].inputs)
+        groups = self.settings.groups(self.graph)
+        open_units = torch.tensor(sorted(unit for group in groups for unit in group.units))
+        units = torch.where(torch.isin(inputs, open_units), inputs, -1)
+        columns = units.repeat_interleave(taps(self.current.get_submodule(name)))
+        moments = self.probe.moments(name, None)
+        return self.weighed(name, self.steadied(name, moments, columns, Fraction(1, 2)))
+
+    def steadied(self, name: str, moments: Moments, unit: Tensor, left: Fraction) -> Moments:
+        """Moments for ordering, with as much trust in them as refits of such a cut have."""
+        return steadied(
+            moments,
+            torch.cat([unit, unit.new_tensor([-1])]),
+            self.probe.weights(name),
+            self.probe.output_weights(name),
+            left,
+            has_bias=self.probe.has_bias(name),
+            weakest=self.settings.ridge,
+        )
 
     def about(self, moments: Moments, name: str, group: Group) -> Moments:
         """Moments of what is left of a reader's columns, with the units of one group."""
@@ -261,9 +293,11 @@ class Stage:
         moments: dict[str, Moments] = {}
         if METHODS[self.settings.method].needs_data:
             moments = {name: self.probe.moments(name, group, sampled=self.refits) for name in local}
+        kept = self.settings.kept(group)
+        left = Fraction(1, 2) if kept is None else Fraction(kept, len(group.units))
         problems = {
             name: (
-                self.weighed(name, found),
+                self.weighed(name, self.steadied(name, found, self.probe.units(name, group), left)),
                 self.probe.weights(name) * self.probe.output_weights(name),
             )
             for name, found in moments.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -332,3 +333,46 @@ def test_noise_asks_for_a_stronger_ridge() -> None:
         kept = torch.ones(13, dtype=torch.bool)
         found.append(gram.best_ridge(whole.mean(), kept, start, torch.ones(3).double()))
     assert found[0] < found[1]
+
+
+def test_few_rows_hold_a_choice_to_the_present_weights() -> None:
+    """A unit that others explain by chance alone is not taken for one that can go."""
+    torch.manual_seed(0)
+    columns, images = 40, 50
+    u, others = torch.randn(2, images, columns, dtype=torch.float64)
+    weights = torch.zeros(columns + 1, 1, dtype=torch.float64)
+    weights[:columns, 0] = torch.linspace(0.2, 1.0, columns)
+    unit = torch.arange(columns)
+
+    def moments(rows: torch.Tensor) -> gram.Moments:
+        found, half = gram.Moments.empty(unit, 1), gram.Moments.empty(unit, 1)
+        found.add(rows, rows @ weights[:-1])
+        half.add(rows[: images // 2], rows[: images // 2] @ weights[:-1])
+        found.half = half
+        return found.mean()
+
+    plain, scale = moments(u), torch.ones(1, dtype=torch.float64)
+    held = gram.steadied(plain, plain.unit, weights, scale, Fraction(1, 2), has_bias=True)
+    truth = moments(others)
+    lost = {}
+    for name, problem in (("plain", plain), ("held", held)):
+        order = gram.backward_order([problem], columns, count=columns // 2).order[: columns // 2]
+        kept = torch.zeros(columns + 1, dtype=torch.bool)
+        kept[list(order)] = True
+        ridge = gram.best_ridge(plain, kept, weights, scale)
+        lost[name] = gram.error(truth, gram.refit(plain, kept, ridge=ridge, toward=weights))
+    assert lost["held"] < 0.8 * lost["plain"]
+
+
+def test_many_rows_leave_a_choice_free() -> None:
+    torch.manual_seed(0)
+    u = torch.randn(4000, 8, dtype=torch.float64)
+    u[:, 4:] += u[:, :4]
+    weights = torch.randn(9, 2, dtype=torch.float64)
+    found, half = gram.Moments.empty(torch.arange(8), 2), gram.Moments.empty(torch.arange(8), 2)
+    found.add(u, u @ weights[:-1])
+    half.add(u[:2000], u[:2000] @ weights[:-1])
+    found.half = half
+    plain = found.mean()
+    scale = torch.ones(2, dtype=torch.float64)
+    assert gram.steadied(plain, plain.unit, weights, scale, Fraction(1, 2), has_bias=True) is plain

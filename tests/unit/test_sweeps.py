@@ -8,7 +8,7 @@ from fractions import Fraction
 import torch
 
 from dcptool.network import models
-from dcptool.pipeline.agreement import settle
+from dcptool.pipeline.agreement import TEMPERATURES, agree, settle
 from dcptool.selection.settings import Selection
 from dcptool.selection.stages import select, solve_again
 from dcptool.training.data import DataSpec, open_data
@@ -63,7 +63,24 @@ def test_a_gain_within_the_noise_is_no_gain(monkeypatch) -> None:
     def drawn(wanted: torch.Tensor, _given: torch.Tensor) -> torch.Tensor:
         asked.append(1)
         better = 0.001 if len(asked) % 2 else 0.0
-        return better + torch.rand(len(wanted), generator=noise, dtype=torch.float64)
+        values = torch.rand(len(wanted), 1, generator=noise, dtype=torch.float64)
+        return (better + values).expand(-1, len(TEMPERATURES))
 
-    monkeypatch.setattr("dcptool.pipeline.agreement._divergence", drawn)
+    monkeypatch.setattr("dcptool.pipeline.agreement._at_temperatures", drawn)
     assert not settle(network.module, slim, copy.deepcopy(slim), images, "noise")
+
+
+def test_a_change_that_only_makes_bolder_is_no_gain() -> None:
+    torch.manual_seed(0)
+    network = models.load("zoo:resnet20", pretrained=False, num_classes=10)
+    images = open_data(DataSpec(), network).val
+    slim, tried = copy.deepcopy(network.module), copy.deepcopy(network.module)
+    with torch.no_grad():
+        for parameter in (slim.linear.weight, slim.linear.bias):
+            parameter *= 0.6
+        noise = torch.randn_like(tried.linear.weight)
+        tried.linear.weight += 0.005 * tried.linear.weight.std() * noise
+    cautious, bold = (agree(network.module, each, images) for each in (slim, tried))
+    assert cautious.top1 == 100 > bold.top1
+    assert cautious.kl > bold.kl
+    assert not settle(network.module, slim, tried, images, "bolder")
