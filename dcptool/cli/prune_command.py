@@ -117,7 +117,12 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int | None:
         from dcptool.deploy import session
 
         session.choose((options["selection"]["provider"],))
-    settings = settings_of(options["selection"], options["seed"], options["batch_size"])
+    settings = settings_of(
+        options["selection"],
+        options["seed"],
+        options["batch_size"],
+        training=not options["no_training"],
+    )
     document = _work(options["model"], settings, options, resume)
     if document is not None:
         emit("prune", document, _text(document), as_json=as_json)
@@ -171,12 +176,6 @@ def _work(
             check_classes(network, data)
         settings = _rounded(network, data, settings, options, dist)
         training_wanted = not options["no_training"]
-        if not training_wanted and math.isinf(settings.discrimination):
-            raise UsageError(
-                "--lambda inf needs training",
-                why="it leaves the heads' loss alone to choose by, and --no-training has no heads",
-                try_="leave out one of the two",
-            )
         pipeline.check(network, data, settings, training=training_wanted, processes=dist.world)
         widths.check_reach(network, settings, dist)
         if is_bare:

@@ -176,9 +176,9 @@ selection_options = packed(
         "--lambda",
         "discrimination",
         type=click.FloatRange(0),
-        default=1.0,
-        show_default=True,
-        help="Weight of the discrimination-aware loss; inf leaves it alone.",
+        help="Weight of the discrimination-aware loss; inf leaves it alone. "
+        "Without training the network's own loss takes the place of the heads'.  "
+        "[default: 1; 0 with --no-training]",
     ),
     click.option(
         "--samples",
@@ -225,7 +225,7 @@ selection_options = packed(
 _CLOSED_FORM = {"target": "block", "score": "rise"}
 
 
-def settings_of(given: dict[str, Any], seed: int, batch_size: int) -> Selection:
+def settings_of(given: dict[str, Any], seed: int, batch_size: int, *, training: bool) -> Selection:
     """The selection that the options ask for; all that does not fit is said at once."""
     from dcptool.pipeline.prune_record import read_orders
     from dcptool.selection.budget import parse_rate
@@ -247,7 +247,7 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int) -> Selection:
         faults.append(f"--epsilon needs a loss to watch, which --method {given['method']} has not")
     if given["max_accuracy_drop"] is not None and math.isnan(given["max_accuracy_drop"]):
         faults.append("--max-accuracy-drop nan is no limit")
-    if math.isnan(given["discrimination"]):
+    if given["discrimination"] is not None and math.isnan(given["discrimination"]):
         faults.append("--lambda nan is no weight")
     if not math.isfinite(given["cache_gb"]):
         faults.append(f"--cache-gb {given['cache_gb']:g} is no amount of memory")
@@ -275,6 +275,8 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int) -> Selection:
     apart = (*BUDGETS, *SEARCH, "rates", "reuse", "provider", "latency_batch", "threads")
     chosen = {k: v for k, v in given.items() if k not in apart}
     chosen["epsilon"] = given["epsilon"]
+    if chosen["discrimination"] is None:
+        chosen["discrimination"] = 1.0 if training else 0.0
     chosen["round_to"] = _multiple(given, loop=loop)
     chosen["samples"] = None if given["samples"] == "auto" else given["samples"]
     plan = _plan(given["plan"]) if given["plan"] is not None else None

@@ -22,7 +22,7 @@ from dcptool.network.graph import ChannelGraph, build_graph
 from dcptool.pipeline import calibration, prune_document, prune_record, widths
 from dcptool.pipeline.agreement import Agreement, agree, halves, settle, settle_norms
 from dcptool.pipeline.job import Job
-from dcptool.pipeline.stage_training import SAVE_EVERY_S, StagePlan, StageTrainer
+from dcptool.pipeline.stage_training import SAVE_EVERY_S, StagePlan, StageTrainer, own_losses
 from dcptool.report.record import keep_classes
 from dcptool.selection.limits import too_wide
 from dcptool.selection.methods import AT_ONCE, FROM_SCRATCH
@@ -148,6 +148,10 @@ def prune(
         trainer = StageTrainer(network, data, _stage_plan(job, folder, marks), labels, dist)
         if saved is not None:
             trainer.restore(saved["head"])
+    losses = []
+    if not job.training and settings.discrimination and settings.method == "dcp":
+        mine = [(x[dist.rank :: dist.world], y[dist.rank :: dist.world]) for x, y in batches]
+        losses = own_losses(network, mine, data.labelled, job.device)
     if dist.is_writer:
         prune_record.begin(folder, start.choices if start is not None else ())
     selection_began = time.monotonic()
@@ -161,6 +165,7 @@ def prune(
             images,
             settings,
             fit_stage=trainer.fit_stage if trainer else None,
+            losses=losses,
             report=lambda choice: prune_record.record(folder, choice) if dist.is_writer else None,
             edge=edge,
             tick=tick,

@@ -25,6 +25,7 @@ from dcptool.training.angular import AngularSoftmax
 from dcptool.training.checkpoint import Checkpoints
 from dcptool.training.data import Data
 from dcptool.training.dist import SINGLE, Dist
+from dcptool.training.evaluate import predictor
 from dcptool.training.loader import loader
 from dcptool.training.loop import Run, fit
 from dcptool.training.losses import Loss, cross_entropy
@@ -58,6 +59,20 @@ def stage_steps(steps: int | None, epochs: float | None, epoch: int) -> int:
     if steps is not None:
         return steps
     return min(epoch, MOST_STAGE_STEPS) if epochs is None else round(epochs * epoch)
+
+
+def own_losses(
+    network: Network, batches: Sequence[tuple[Tensor, Tensor]], labelled: bool, device: str
+) -> list[LossAt]:
+    """The loss of the network's own scores on each batch, where no head is trained.
+
+    Without labels the dense network's answers take their place.
+    """
+    module = network.module.to(device)
+    answers = predictor(module)
+    wanted = [y.to(device) if labelled else answers(x.to(device)).argmax(1) for x, y in batches]
+    module.cpu()
+    return [summed(None, each) for each in wanted]
 
 
 class StageTrainer:

@@ -50,7 +50,7 @@ def measure(
             for place in range(len(stage.chain.segments)):
                 for name in stage.probe.segment.layers:
                     if name in waiting and stage.probe.readable(name):
-                        seen[name] = relative(stage.free_moments(name))
+                        seen[name] = relative(stage.problems.before(name)[0])
                     for group in ends.get(name, []):
                         found[group.name] = dist.broadcast(_curve(stage, group, seen))
                         task.advance(1, group.name)

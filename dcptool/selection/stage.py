@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from dcptool.network.base import Cut, Network
 from dcptool.network.graph import Group, build_graph
 from dcptool.selection.chain import Chain, build_chain
 from dcptool.selection.choice import Choice, Edge, Report, unsolvable, whole
-from dcptool.selection.features import taps
 from dcptool.selection.gathering import of_sample
 from dcptool.selection.gram import (
     Moments,
@@ -31,15 +29,14 @@ from dcptool.selection.gram import (
     refit,
     relative,
     solver,
-    steadied,
 )
 from dcptool.selection.greedy import LossAt, Sgd, choose
-from dcptool.selection.joint import metric, weigh
 from dcptool.selection.limits import MOST_COLUMNS, is_looped
 from dcptool.selection.methods import METHODS
 from dcptool.selection.methods.question import Question, filter_sums
 from dcptool.selection.methods.slimming import norm_scales
 from dcptool.selection.probe import Probe, Tick, nothing
+from dcptool.selection.problems import Problems
 from dcptool.selection.rectify import rectified
 from dcptool.selection.samples import Samples
 from dcptool.selection.settings import Selection, stop_by_epsilon
@@ -89,7 +86,7 @@ class Stage:
         self.current = current
         self.dist = samples.dist
         self.removed: set[int] = set()
-        self.slopes: Mapping[str, Tensor] = {}
+        self.problems = Problems(self.probe, self.graph, settings)
         self.refits = METHODS[settings.method].refits
 
     def run(
@@ -158,7 +155,7 @@ class Stage:
         a run that goes on has it from the state. Returns whether the probe stands at `first` now.
         """
         aware = self.settings.method == "dcp" and self.settings.discrimination and self.losses
-        if not aware or self._walks() or self.slopes:
+        if not aware or self._walks() or self.problems.slopes:
             return False
         groups = [group for group in self.settings.groups(self.graph) if self._goes(group)]
         readers = {name for group in groups for name in group.consumers}
@@ -166,7 +163,7 @@ class Stage:
         names = [name for layers in inside for name in layers if name in readers]
         if names:
             self.probe.begin(first)
-            self.slopes = self.probe.slopes(names, self.pivot, self.losses)
+            self.problems.slopes = self.probe.slopes(names, self.pivot, self.losses)
         return bool(names)
 
     def _goes(self, group: Group) -> bool:
@@ -225,9 +222,8 @@ class Stage:
             for place in range(first, last + 1):
                 for name in self.probe.segment.layers:
                     if name in readers and self.probe.readable(name):
-                        moments = self.free_moments(name)
                         # Errors of readers count relative to what each of them has to explain.
-                        weights = self.probe.weights(name) * self.probe.output_weights(name)
+                        moments, weights = self.problems.before(name)
                         seen[name] = relative(moments), weights
                         for group in groups if self.settings.method == "apoz" else ():
                             if name in group.consumers and group.name not in zeros:
@@ -245,28 +241,6 @@ class Stage:
             for name in group.consumers:
                 self._mask(name)
             decided(choice)
-
-    def free_moments(self, name: str) -> Moments:
-        """Moments of a reader before anything is known of what it will lose."""
-        inputs = torch.from_numpy(self.graph.sites[name].inputs)
-        groups = self.settings.groups(self.graph)
-        open_units = torch.tensor(sorted(unit for group in groups for unit in group.units))
-        units = torch.where(torch.isin(inputs, open_units), inputs, -1)
-        columns = units.repeat_interleave(taps(self.current.get_submodule(name)))
-        moments = self.probe.moments(name, None)
-        return self.weighed(name, self.steadied(name, moments, columns, Fraction(1, 2)))
-
-    def steadied(self, name: str, moments: Moments, unit: Tensor, left: Fraction) -> Moments:
-        """Moments for ordering, with as much trust in them as refits of such a cut have."""
-        return steadied(
-            moments,
-            torch.cat([unit, unit.new_tensor([-1])]),
-            self.probe.weights(name),
-            self.probe.output_weights(name),
-            left,
-            has_bias=self.probe.has_bias(name),
-            weakest=self.settings.ridge,
-        )
 
     def about(self, moments: Moments, name: str, group: Group) -> Moments:
         """Moments of what is left of a reader's columns, with the units of one group."""
@@ -293,15 +267,7 @@ class Stage:
         moments: dict[str, Moments] = {}
         if METHODS[self.settings.method].needs_data:
             moments = {name: self.probe.moments(name, group, sampled=self.refits) for name in local}
-        kept = self.settings.kept(group)
-        left = Fraction(1, 2) if kept is None else Fraction(kept, len(group.units))
-        problems = {
-            name: (
-                self.weighed(name, self.steadied(name, found, self.probe.units(name, group), left)),
-                self.probe.weights(name) * self.probe.output_weights(name),
-            )
-            for name, found in moments.items()
-        }
+        problems = {name: self.problems.of(name, group, found) for name, found in moments.items()}
         zeros = None
         if self.settings.method == "apoz" and local:
             zeros = self.probe.zeros(local[0], group)
@@ -417,19 +383,6 @@ class Stage:
                 f"the loss of {group.name} is not finite", why="its features or weights overflow"
             )
         return ranking
-
-    def weighed(self, name: str, moments: Moments) -> Moments:
-        """Moments with errors weighed as they count, in the joint loss where there is one.
-
-        For the order only: a metric on errors cancels out of a least-squares refit.
-        """
-        weights = self.probe.output_weights(name)
-        if name in self.slopes:
-            slopes = self.slopes[name].double()
-            return weigh(moments, metric(weights, slopes, self.settings.discrimination))
-        return Moments(
-            moments.s, moments.c * weights, moments.energy * weights**2, moments.unit, moments.rows
-        )
 
     def _count(self, group: Group, ranking: Ranking) -> tuple[int, str]:
         kept = self.settings.kept(group)

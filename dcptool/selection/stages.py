@@ -66,6 +66,7 @@ def select(
     settings: Selection,
     *,
     fit_stage: FitStage | None = None,
+    losses: Sequence[LossAt] = (),
     report: Report | None = None,
     edge: Listen | None = None,
     tick: Tick = nothing,
@@ -76,7 +77,8 @@ def select(
     """Prune a network on batches of calibration images; the given module is left alone.
 
     `fit_stage(module, pivot, stage, is_fitted)` fine-tunes before a stage and gives the head's
-    losses; without it nothing is trained and channels are ordered by reconstruction alone.
+    losses; without it nothing is trained, and `losses` of the network's own scores, one for each
+    batch, stand in for the heads', or channels are ordered by reconstruction alone.
     `edge` hears of the progress between two layers and may raise to end the work, as may `tick`,
     which is called more often: the last progress holds until the next. `start` is such a progress
     to go on from, with the same result as if there had been no end. Several processes each hand
@@ -91,7 +93,6 @@ def select(
     stages = plan_stages(network, graph, settings) if fit_stage is not None else [(None, 10**9)]
     room = Room(int(settings.cache_gb * 2**30), device=device)
     samples = share(images, dist, device)
-    losses: Sequence[LossAt] = ()
     cuts: dict[str, Cut] = {}
     begun, first = 0, 0
     before: Stage | None = None
@@ -116,11 +117,8 @@ def select(
                 before = stage
                 skip = 0
                 if start is not None and goes_on:
-                    stage.removed, stage.slopes, skip = (
-                        set(start.removed),
-                        start.slopes,
-                        start.layer,
-                    )
+                    stage.removed, skip = set(start.removed), start.layer
+                    stage.problems.slopes = start.slopes
 
                 def at_edge(
                     place: int, layer: int, stage: Stage = stage, number: int = number
@@ -129,7 +127,7 @@ def select(
                         removed, choices = tuple(sorted(stage.removed)), tuple(outcome.choices)
                         weights, known = current.state_dict(), stage.probe.cuts
                         now = (number, place, layer, known, removed, choices, weights)
-                        edge(Progress(*now, stage.slopes))
+                        edge(Progress(*now, stage.problems.slopes))
 
                 removed = stage.run(first, last, outcome.choices, task, report, at_edge, skip)
                 first = min(last, len(stage.chain.segments))

@@ -132,4 +132,22 @@ def test_what_cannot_be_is_refused_before_a_baseline_is_fitted(
         assert code in (2, 3)
     assert not (place / "cache").exists()
     assert not (place / "runs").exists()
-    assert dcptool(*_prune("--rate", "0.5", "--lambda", "inf", "--no-training"))[0] == 2
+
+
+@pytest.mark.parametrize("source", ["--data-dir", "--images"])
+def test_without_training_the_own_loss_is_asked_only_where_lambda_says_so(
+    dcptool, source: str
+) -> None:
+    """With labels by them, without by the dense network's answers."""
+    small = ["zoo:resnet20", "--no-pretrained", "--num-classes", "3"]
+    model = ["prune", *small, source, "three", *FAST, "--rate", "0.5", "--no-training"]
+    kept, said = {}, {}
+    for strength in (None, "0", "inf"):
+        name = f"aware{source}{strength}"
+        chosen = [] if strength is None else ["--lambda", strength]
+        assert dcptool(*model, *chosen, "-o", name)[0] == 0
+        manifest = json.loads(Path(name, "manifest.json").read_text())
+        said[strength] = manifest["lineage"]["prune"]["lambda"]
+        kept[strength] = manifest["cuts"]
+    assert said == {None: 0, "0": 0, "inf": "inf"}
+    assert kept[None] == kept["0"] != kept["inf"]

@@ -338,8 +338,8 @@ def test_one_walk_finds_the_slopes_of_every_layer() -> None:
     stage = Stage(network, module, module, {}, settings, Room(2**20), share(images), None, losses)
     with torch.no_grad():
         stage.survey(0, len(stage.chain.segments))
-    assert set(stage.slopes) == {"one.conv2", "two.conv2", "three.conv2"}
-    for name, found in stage.slopes.items():
+    assert set(stage.problems.slopes) == {"one.conv2", "two.conv2", "three.conv2"}
+    for name, found in stage.problems.slopes.items():
         wanted = torch.zeros_like(found)
         for batch in images:
             outputs: list[torch.Tensor] = []
