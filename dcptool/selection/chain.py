@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,3 +180,16 @@ def constant_value(root: nn.Module, node: fx.Node) -> Any:
         owner, _, name = str(node.target).rpartition(".")
         return getattr(root.get_submodule(owner), name)
     return node.meta[VALUE]
+
+
+@contextmanager
+def frozen(module: nn.Module) -> Iterator[None]:
+    """No gradients of parameters: what only those need is not kept."""
+    wanted = [p for p in module.parameters() if p.requires_grad]
+    for parameter in wanted:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in wanted:
+            parameter.requires_grad_(True)

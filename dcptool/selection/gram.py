@@ -127,9 +127,9 @@ def _blocks(columns: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def relative(moments: Moments) -> Moments:
-    """The same problem with a target of variance one."""
-    size = moments.variance
+def relative(moments: Moments, size: float | None = None) -> Moments:
+    """The same problem with a target of variance one, or with errors as shares of `size`."""
+    size = size or moments.variance
     return Moments(
         moments.s, moments.c / math.sqrt(size), moments.energy / size, moments.unit, moments.rows
     )

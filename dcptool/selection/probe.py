@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from dcptool.network.base import Cut
 from dcptool.network.graph import ChannelGraph, Group
 from dcptool.network.trace import VALUE
-from dcptool.selection.chain import Chain, Segment, run_from, run_segment
+from dcptool.selection.chain import Chain, Segment, frozen, run_from, run_segment
 from dcptool.selection.features import (
     Positions,
     choose_positions,
@@ -289,7 +289,6 @@ class Probe:
         if not self._is_dense_ahead:
             self._aim()
         target = self.target_of(name)
-        kept = self.cuts[name].outputs if name in self.cuts else None
         for node in self.chain.calls[name]:
             draw = self._draw()
             source = node.all_input_nodes[0]
@@ -299,8 +298,7 @@ class Probe:
                 self.tick()
                 now = run_segment(self.chain, self.segment, self.current, features, want)
                 at = self._positions(node, number, draw)
-                if kept is not None:
-                    aim = aim[:, list(kept)]
+                aim = self._as_kept(aim, name)
                 known = norm_scale(self.current, target.norm, aim.shape[1])
                 scale, shift = (each.to(aim.device) for each in known)
                 zeros = torch.zeros_like(aim)
@@ -309,6 +307,19 @@ class Probe:
                     aim = invert(aim - other, scale, shift)
                     zeros -= other
                 yield number, rows_at(layer, now[source], at), aim, invert(zeros, scale, shift)
+
+    def carried(self, name: str) -> float | None:
+        """Energy about its mean of the residual sum that a layer goes into; None without one."""
+        if not self.target_of(name).is_block:
+            return None
+        count, total, squares = torch.zeros(3, len(self.graph.sites[name].outputs)).double()
+        for (aim,) in self._aims[self.chain.calls[name][0]]:
+            values = self._as_kept(aim, name).double().cpu()
+            count += len(values)
+            total += values.sum(0)
+            squares += values.square().sum(0)
+        self.add_up(count, total, squares)
+        return float((squares / count - (total / count).square()).sum()) or None
 
     def zeros(self, name: str, group: Group) -> Tensor | None:
         """Share of zeros of each unit where `name` reads it; None if the activation has none."""
@@ -351,7 +362,7 @@ class Probe:
             zip(self.current_features, losses, strict=True)
         ):
             self.tick()
-            with torch.enable_grad(), _frozen(self.current):
+            with torch.enable_grad(), frozen(self.current):
                 found = run_from(
                     self.chain, self.place, self.current, start, [*calls, end], starts=set(calls)
                 )
@@ -432,16 +443,3 @@ class Probe:
                     self.samples.dist.broadcast_tensors([after.running_mean])
             given = [layer.weight, *([layer.bias] if isinstance(layer.bias, Tensor) else [])]
             self.samples.dist.broadcast_tensors(given)
-
-
-@contextmanager
-def _frozen(module: nn.Module) -> Iterator[None]:
-    """No gradients of parameters: what only those need is not kept."""
-    wanted = [p for p in module.parameters() if p.requires_grad]
-    for parameter in wanted:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in wanted:
-            parameter.requires_grad_(True)

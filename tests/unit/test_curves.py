@@ -63,3 +63,15 @@ def test_curves_of_a_real_network_fall_and_spread_the_rate() -> None:
     chosen = widths.spread(groups, found, uniform, macs)
     assert 0.98 * uniform <= macs(chosen) <= uniform
     assert set(chosen.values()) - {8, 16, 32}
+
+
+def test_a_weak_branch_may_err_more() -> None:
+    torch.manual_seed(0)
+    network = models.load("zoo:resnet20", pretrained=False)
+    images = [torch.randn(8, 3, 32, 32)]
+    settings = Selection(rate=Fraction("0.5"), positions=16)
+    before = curves.measure(network, images, settings)["layer2.1.conv1"]
+    with torch.no_grad():
+        network.module.layer2[1].bn2.weight *= 0.1
+    after = curves.measure(network, images, settings)["layer2.1.conv1"]
+    assert after[0] < 0.05 * before[0]
