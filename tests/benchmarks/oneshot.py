@@ -7,8 +7,8 @@
 Appends a line for each run and leaves out what is there; then prints the table. All rows cut the
 same groups to the same counts (`curves` spreads the same MACs) and see the same calibration images,
 without labels but for Taylor, which needs them. torch-pruning's networks get batch-norm statistics
-measured anew on those images; ours where held-out calibration images say so. Accuracy is on images
-that took no part in anything.
+measured anew on those images; ours where held-out calibration images say so. Agreement is told on
+up to 300 training images that were not chosen, accuracy on images that took no part in anything.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from peer import torch_pruning
 from results import Line, Results
@@ -34,19 +35,22 @@ from dcptool.selection.settings import Selection
 from dcptool.selection.stages import select
 from dcptool.training.data import Data, DataSpec, open_data, samples
 from dcptool.training.evaluate import predictor
-from dcptool.training.loader import loader
+from dcptool.training.loader import ImageSet, loader
 from dcptool.training.norms import reestimate_norms
 
+# Name, file of weights, and accuracy of the dense network on the same images.
 NETWORKS = {
-    "mobilenetv2_100": ("timm:mobilenetv2_100", "mobilenetv2_100"),
-    "tf_efficientnet_lite0": ("timm:tf_efficientnet_lite0", "tf_efficientnet_lite0"),
-    "squeezenet1_1": ("torchvision:squeezenet1_1", "torchvision_squeezenet1_1"),
-    "resnet56_a": ("zoo:resnet56_a", "cifar10_resnet56_a"),
-    "resnet56_b": ("zoo:resnet56", "cifar10_resnet56_b"),
+    "mobilenetv2_100": ("timm:mobilenetv2_100", "mobilenetv2_100", 68.8),
+    "tf_efficientnet_lite0": ("timm:tf_efficientnet_lite0", "tf_efficientnet_lite0", 73.4),
+    "squeezenet1_1": ("torchvision:squeezenet1_1", "torchvision_squeezenet1_1", 54.8),
+    "resnet56_a": ("zoo:resnet56_a", "cifar10_resnet56_a", 93.39),
+    "resnet56_b": ("zoo:resnet56", "cifar10_resnet56_b", 93.20),
 }
 ROWS = ("ours", "curves", "l1", "random", "tp-magnitude", "tp-taylor")
 # Curves do not depend on the rate; with the seconds they took.
 CURVES: dict[tuple[str, int], tuple[dict[str, widths.Curve], float]] = {}
+# Images that agreement with the dense network is told on, beside those to choose on.
+UNSEEN = 300
 RATES = "0.1,0.2,0.3,0.4,0.5,0.6,0.7"
 
 
@@ -81,7 +85,7 @@ def main() -> None:
 
 def open_all(given: argparse.Namespace, name: str) -> tuple[Network, Data]:
     """The network with its weights, and its images."""
-    model, file = NETWORKS[name]
+    model, file, _ = NETWORKS[name]
     path = given.shared / "weights" / f"{file}.safetensors"
     network = models.load(model, checkpoint=path)
     small = name.startswith("resnet56")
@@ -100,7 +104,8 @@ def run(given: argparse.Namespace, name: str, count: int, rate: str, row: str) -
     order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(given.seed))
     held = max(2, len(chosen) // 10)
     fit = chosen.subset(order[held:].sort().values.numpy(), "samples")
-    choosing, reporting = halves(chosen.subset(order[:held].sort().values.numpy(), "held out"))
+    choosing, half = halves(chosen.subset(order[:held].sort().values.numpy(), "held out"))
+    reporting = unseen(data, chosen, given.seed) or half
     peak_gb(restart=True)
     batches = list(loader(fit))
     images = [x for x, _ in batches]
@@ -145,6 +150,14 @@ def run(given: argparse.Namespace, name: str, count: int, rate: str, row: str) -
     }
 
 
+def unseen(data: Data, chosen: ImageSet, seed: int) -> ImageSet | None:
+    """Images of the training set that were not chosen, to tell agreement on; None without any."""
+    known = set(chosen.numbers.tolist())
+    more = samples(data, len(chosen) + UNSEEN, seed)
+    fresh = [i for i, number in enumerate(more.numbers.tolist()) if number not in known]
+    return more.subset(np.array(fresh[:UNSEEN]), "unseen") if fresh else None
+
+
 def peak_gb(restart: bool = False) -> float:
     """The most memory that this process held since the restart (Linux)."""
     if restart:
@@ -168,6 +181,9 @@ def table(lines: list[Line]) -> None:
         print(f"| {key[0]} | {key[1]} | {key[2]} | " + " | ".join(cells) + " |")
     from scipy.stats import spearmanr
 
+    kept = [line["top1"] / NETWORKS[line["network"]][2] for line in lines]
+    rank = spearmanr([line["agreement"] for line in lines], kept).statistic
+    print(f"rank correlation of agreement and the share of accuracy kept: {rank:.3f}")
     for name in dict.fromkeys(line["network"] for line in lines):
         of = [line for line in lines if line["network"] == name]
         if len(of) > 3:
