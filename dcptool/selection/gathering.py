@@ -46,8 +46,10 @@ class Gathering:
 
     def sample(self, scale: Tensor, bounds: Bounds, add_up: AddUp) -> Sample:
         """The rows that were kept, for a norm of this scale and the activation after it."""
-        rows, targets, zeros = (torch.cat(parts) for parts in zip(*self._kept, strict=True))
+        pieces = list(zip(*self._kept, strict=True))
         self._kept.clear()
+        # One after the other: all pieces beside all of what they make would be twice the memory.
+        rows, targets, zeros = (torch.cat(pieces.pop(0)) for _ in range(3))
         count = torch.tensor([float(len(rows))], dtype=torch.float64)
         add_up(count)
         scale = torch.where(is_erased(scale), 0.0, scale).to(rows.device)
