@@ -20,6 +20,7 @@ from dcptool.training.evaluate import predictor
 from dcptool.training.loader import Batches, ImageSet, loader
 from dcptool.training.norms import reestimate_norms
 
+SURE = 2.0
 TEMPERATURES = tuple(1.1**power for power in range(-8, 9))
 
 
@@ -87,8 +88,8 @@ def settle(
 ) -> bool:
     """Give the slim network the weights that were tried, if they bring it nearer to the dense.
 
-    They must do so by more than the standard error over the images: of a few dozen, some always
-    speak for a change. Each is judged at the temperature that suits it: what is solved for is
+    They must do so by more than twice the standard error over the images: of a few dozen, some
+    always speak for a change. Each is judged at the temperature that suits it: what is solved for is
     a little too cautious, and a change that only makes it bolder would win over better answers.
     """
     dense, slim, tried = dense.to(device), slim.to(device), tried.to(device)
@@ -109,7 +110,7 @@ def settle(
     now, then = int(first[:, 0].argmin()), int((first - gain)[0].argmin())
     mean, spread = float(gain[now, then]), float(squares[now, then])
     doubt = math.sqrt(max(spread - mean**2, 0.0) / max(count - 1, 1.0))
-    helps = mean > doubt
+    helps = mean > SURE * doubt
     was = float(first[now, 0])
     word = "kept" if helps else "not kept"
     console.detail(
