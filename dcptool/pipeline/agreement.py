@@ -89,8 +89,8 @@ def settle(
     """Give the slim network the weights that were tried, if they bring it nearer to the dense.
 
     They must do so by more than twice the standard error over the images: of a few dozen, some
-    always speak for a change. Each is judged at the temperature that suits it: what is solved for is
-    a little too cautious, and a change that only makes it bolder would win over better answers.
+    always speak for a change. Each is judged at the temperature that suits it: what is solved for
+    is a little too cautious, and a change that only makes it bolder would win over better answers.
     """
     dense, slim, tried = dense.to(device), slim.to(device), tried.to(device)
     # For each pair of temperatures: sums of the first, of the gain, and of its square.
