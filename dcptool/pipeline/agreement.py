@@ -20,6 +20,7 @@ from dcptool.training.evaluate import predictor
 from dcptool.training.loader import Batches, ImageSet, loader
 from dcptool.training.norms import reestimate_norms
 
+# Standard errors by which a change must help.
 SURE = 2.0
 TEMPERATURES = tuple(1.1**power for power in range(-8, 9))
 

@@ -150,8 +150,8 @@ def prune(
             trainer.restore(saved["head"])
     losses = []
     if not job.training and settings.discrimination and settings.method == "dcp":
-        mine = [(x[dist.rank :: dist.world], y[dist.rank :: dist.world]) for x, y in batches]
-        losses = own_losses(network, mine, data.labelled, job.device)
+        mine = [x[dist.rank :: dist.world] for x, _ in batches]
+        losses = own_losses(network, mine, labels if data.labelled else None, job.device)
     if dist.is_writer:
         prune_record.begin(folder, start.choices if start is not None else ())
     selection_began = time.monotonic()

@@ -62,17 +62,17 @@ def stage_steps(steps: int | None, epochs: float | None, epoch: int) -> int:
 
 
 def own_losses(
-    network: Network, batches: Sequence[tuple[Tensor, Tensor]], labelled: bool, device: str
+    network: Network, images: Sequence[Tensor], labels: Sequence[Tensor] | None, device: str
 ) -> list[LossAt]:
     """The loss of the network's own scores on each batch, where no head is trained.
 
     Without labels the dense network's answers take their place.
     """
-    module = network.module.to(device)
-    answers = predictor(module)
-    wanted = [y.to(device) if labelled else answers(x.to(device)).argmax(1) for x, y in batches]
-    module.cpu()
-    return [summed(None, each) for each in wanted]
+    if labels is None:
+        answers = predictor(network.module.to(device))
+        labels = [answers(batch.to(device)).argmax(1) for batch in images]
+        network.module.cpu()
+    return [summed(None, wanted.to(device)) for wanted in labels]
 
 
 class StageTrainer:
