@@ -174,7 +174,7 @@ def _by_latency(
     settings: Selection,
 ) -> tuple[Widths, float, float, float]:
     """Widths, and milliseconds: of the dense network, wanted, and measured."""
-    from dcptool.deploy.latency import tabulate
+    from dcptool.deploy.latency import exported, milliseconds, tabulate
 
     budget = settings.budget
     assert budget is not None
@@ -196,16 +196,19 @@ def _by_latency(
     dense = predicted(full)
     aim = budget.value if budget.is_share else budget.value / dense
     best: tuple[float, Widths, float, float, float] | None = None
-    for _ in range(ATTEMPTS):
-        widths = spread(groups, found, aim * dense, predicted, settings.round_to)
-        dense_ms, ms = _measured(network, graph, [full, widths], budget)
-        wanted = budget.value * dense_ms if budget.is_share else budget.value
-        console.detail(f"aimed at {aim:.3f} of dense, measured {ms / dense_ms:.3f}")
-        if best is None or abs(ms / wanted - 1) < best[0]:
-            best = abs(ms / wanted - 1), widths, dense_ms, wanted, ms
-        if best[0] <= TOLERANCE["latency"] / 2:
-            break
-        aim *= wanted / ms
+    with exported({"dense": cut_to(network, graph, full)}) as whole:
+        for _ in range(ATTEMPTS):
+            widths = spread(groups, found, aim * dense, predicted, settings.round_to)
+            with exported({"slim": cut_to(network, graph, widths)}) as slim:
+                times = milliseconds({**whole, **slim}, _condition(budget))
+            dense_ms, ms = times["dense"], times["slim"]
+            wanted = budget.value * dense_ms if budget.is_share else budget.value
+            console.detail(f"aimed at {aim:.3f} of dense, measured {ms / dense_ms:.3f}")
+            if best is None or abs(ms / wanted - 1) < best[0]:
+                best = abs(ms / wanted - 1), widths, dense_ms, wanted, ms
+            if best[0] <= TOLERANCE["latency"] / 2:
+                break
+            aim *= wanted / ms
     assert best is not None
     return best[1:]
 
