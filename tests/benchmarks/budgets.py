@@ -28,6 +28,8 @@ import dcptool
 from dcptool import console
 
 TIMING = {"batch_size": 1, "threads": 2}
+# Rate and images.
+DEFAULTS = {"latency": ("0.3", 300), "macs": ("0.5", 512)}
 
 
 def main() -> None:
@@ -38,11 +40,13 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--cifar", type=Path)
     parser.add_argument("--networks", default="mobilenetv2_100,tf_efficientnet_lite0")
-    parser.add_argument("--rate", default="0.3")
+    parser.add_argument("--rate")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--samples", type=int, default=300)
+    parser.add_argument("--samples", type=int)
     parser.add_argument("--steps", type=int, default=200)
     given = parser.parse_args()
+    rate, count = DEFAULTS[given.kind]
+    given.rate, given.samples = given.rate or rate, given.samples or count
     console.configure(quiet=True)
     results = Results(given.results)
     names = given.networks.split(",") if given.kind == "latency" else ["resnet56_a"]
