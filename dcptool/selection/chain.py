@@ -98,33 +98,47 @@ def run_segment(
     features: Tensor,
     want: Iterable[fx.Node] = (),
     starts: Collection[fx.Node] = (),
+    known: Mapping[fx.Node, Tensor] | None = None,
 ) -> dict[fx.Node, Tensor]:
     """Values of the wanted nodes (by default the segment's output) for a batch of features.
 
-    Stops as soon as all of them are known. Gradients reach back to the first of `starts`.
+    Runs what they need and no more, from values that are `known` where there are some. Gradients
+    reach back to the first of `starts`.
     """
-    missing = set(want) or {segment.output}
-    env: dict[fx.Node, Any] = {segment.source: features}
-    found = {n: env[n] for n in missing & set(env)}
-    missing -= set(found)
+    wanted = set(want) or {segment.output}
+    env: dict[fx.Node, Any] = {segment.source: features, **(known or {})}
+    found = {n: env[n] for n in wanted & set(env)}
+    nodes = _needed(segment, wanted, env)
     for node in chain.constants:
         env[node] = constant_value(root, node)
-    readers = Counter(source for node in segment.nodes for source in node.all_input_nodes)
-    for node in segment.nodes:
-        if not missing:
-            break
+    readers = Counter(source for node in nodes for source in node.all_input_nodes)
+    for node in nodes:
         env[node] = call_node(root, node, env)
         if node in starts and not env[node].requires_grad:
             env[node].requires_grad_()
-        if node in missing:
+        if node in wanted:
             found[node] = env[node]
-            missing.discard(node)
         for source in node.all_input_nodes:
             # Maps of a whole batch are hundreds of megabytes: none stays longer than it is read.
             readers[source] -= 1
             if not readers[source]:
                 del env[source]
     return found
+
+
+def _needed(
+    segment: Segment, wanted: Collection[fx.Node], known: Collection[fx.Node]
+) -> list[fx.Node]:
+    """The nodes of a segment to run, in order, for wanted values from known ones."""
+    inside = set(segment.nodes)
+    needed: set[fx.Node] = set()
+    todo = [node for node in wanted if node not in known]
+    while todo:
+        node = todo.pop()
+        if node in inside and node not in needed:
+            needed.add(node)
+            todo += [source for source in node.all_input_nodes if source not in known]
+    return [node for node in segment.nodes if node in needed]
 
 
 def run_from(

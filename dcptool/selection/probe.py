@@ -32,6 +32,7 @@ from dcptool.selection.gathering import Gathering
 from dcptool.selection.gram import Moments
 from dcptool.selection.greedy import Joint, LossAt
 from dcptool.selection.limits import MOST_COLUMNS, columns_of
+from dcptool.selection.midway import Midway
 from dcptool.selection.rectify import FEWEST_ROWS, MOST_BYTES, MOST_ROWS
 from dcptool.selection.samples import Samples
 from dcptool.selection.store import Room, Store, give_back
@@ -45,6 +46,8 @@ Tick = Callable[[], None]
 # Rows for a column of a layer. KL from the dense network on images not used, MobileNetV2 at rate
 # 0.2 with 300 images: 0.256 with 96, 0.250 with 128, 0.243 with 192, 0.241 with 400.
 ENOUGH_ROWS = 192
+# Images that the head's loss is asked about: the metric has no more columns than a layer outputs.
+ASKED_IMAGES = 256
 
 
 def nothing() -> None:
@@ -71,11 +74,13 @@ class Probe:
     dense_features: Store = field(init=False)
     current_features: Store = field(init=False)
     _aims: dict[fx.Node, Store] = field(init=False, default_factory=dict)
+    _midway: Midway = field(init=False)
     _is_dense_ahead: bool = field(init=False, default=False)
     _dense_place: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.dense_features, self.current_features = Store(self.room), Store(self.room)
+        self._midway = Midway(self.room)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -121,19 +126,34 @@ class Probe:
 
     def advance(self) -> None:
         """Go on to the next segment."""
+        segment, output = self.segment, self.segment.output
         if not self._is_dense_ahead:
-            self._go_on(self.dense, self.dense_features)
-        self._go_on(self.current, self.current_features)
+            store = self.dense_features
+            for number, (features,) in enumerate(store):
+                store.replace(
+                    number, run_segment(self.chain, segment, self.dense, features)[output]
+                )
+        for number, (features,) in enumerate(self.current_features):
+            values = self._run(number, features, [output])
+            self._midway.drop(number)
+            self.current_features.replace(number, values[output])
         self._forget()
         give_back()
         self.place += 1
 
-    def _go_on(self, root: nn.Module, store: Store) -> None:
-        output = self.segment.output
-        for number, (features,) in enumerate(store):
-            store.replace(number, run_segment(self.chain, self.segment, root, features)[output])
+    def _run(self, batch: int, features: Tensor, want: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
+        """Values of the network being pruned in the present segment, for a batch of features."""
+        known = self._midway.known(batch)
+        return run_segment(self.chain, self.segment, self.current, features, want, known=known)
+
+    def changed(self, name: str) -> None:
+        """Hear that a layer of the network being pruned has other weights."""
+        node = self._midway.node
+        if node is not None and self._is_behind([node], name):
+            self._midway.forget()
 
     def _forget(self) -> None:
+        self._midway.forget()
         for aims in self._aims.values():
             aims.clear()
         self._aims.clear()
@@ -296,7 +316,9 @@ class Probe:
             pairs = zip(self.current_features, self._aims[node], strict=True)
             for number, ((features,), (aim,)) in enumerate(pairs):
                 self.tick()
-                now = run_segment(self.chain, self.segment, self.current, features, want)
+                now = self._run(number, features, want)
+                if source is not self.segment.source:
+                    self._midway.keep(source, number, now[source])
                 at = self._positions(node, number, draw)
                 aim = self._as_kept(aim, name)
                 known = norm_scale(self.current, target.norm, aim.shape[1])
@@ -328,8 +350,8 @@ class Probe:
         total = 0
         inputs = self.graph.sites[name].inputs.tolist()
         index = {unit: i for i, unit in enumerate(group.units)}
-        for (features,) in self.current_features:
-            seen = run_segment(self.chain, self.segment, self.current, features, [node])[node]
+        for number, (features,) in enumerate(self.current_features):
+            seen = self._run(number, features, [node])[node]
             linear = isinstance(self.current.get_submodule(name), nn.Linear)
             flat = seen.flatten(0, -2).T if linear else seen.transpose(0, 1).flatten(1)
             share = (flat == 0).double().sum(1).cpu()
@@ -346,8 +368,9 @@ class Probe:
     ) -> dict[str, Tensor]:
         """Second moments of the gradients of each image's loss at the outputs of some layers.
 
-        One walk from the present segment to the pivot and back serves them all. `losses` gives,
-        for each batch, the summed loss from the value at the pivot.
+        One walk from the present segment to the pivot and back serves them all, on batches spread
+        evenly over the samples. `losses` gives, for each batch, the summed loss from the value at
+        the pivot.
         """
         end, last = self.chain.end_of(pivot)
         ahead = self.chain.segments[self.place : last + 1]
@@ -358,9 +381,9 @@ class Probe:
             name: torch.zeros(2 * (len(self.graph.sites[name].outputs),), dtype=torch.float64)
             for name in calls.values()
         }
-        for number, ((start,), loss_at) in enumerate(
-            zip(self.current_features, losses, strict=True)
-        ):
+        step = max(1, round(self.samples.images / ASKED_IMAGES))
+        for number in range(0, len(losses), step):
+            (start,), loss_at = self.current_features.at(number), losses[number]
             self.tick()
             with torch.enable_grad(), frozen(self.current):
                 found = run_from(
@@ -389,8 +412,12 @@ class Probe:
 
     def depends(self, later: str, earlier: str) -> bool:
         """Whether what a layer of the present segment reads depends on another one's output."""
-        goal = set(self.chain.calls[earlier])
-        todo = [node for call in self.chain.calls[later] for node in call.all_input_nodes]
+        read = [node for call in self.chain.calls[later] for node in call.all_input_nodes]
+        return self._is_behind(read, earlier)
+
+    def _is_behind(self, nodes: Sequence[fx.Node], earlier: str) -> bool:
+        """Whether some values of the present segment depend on a layer's output."""
+        goal, todo = set(self.chain.calls.get(earlier, ())), list(nodes)
         inside = set(self.segment.nodes)
         seen: set[fx.Node] = set()
         while todo:
@@ -443,3 +470,4 @@ class Probe:
                     self.samples.dist.broadcast_tensors([after.running_mean])
             given = [layer.weight, *([layer.bias] if isinstance(layer.bias, Tensor) else [])]
             self.samples.dist.broadcast_tensors(given)
+        self.changed(name)

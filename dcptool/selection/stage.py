@@ -424,3 +424,4 @@ class Stage:
         inputs = torch.from_numpy(self.graph.sites[name].inputs)
         gone = torch.isin(inputs, torch.tensor(sorted(self.removed), dtype=torch.long))
         layer.weight.data[:, gone] = 0.0
+        self.probe.changed(name)

@@ -62,9 +62,8 @@ class Room:
 
     def keep(self, tensor: Tensor) -> Kept:
         """The same values, in memory or in a file."""
-        size = tensor.numel() * tensor.element_size()
-        if self.used + size <= self.limit_bytes or not size:
-            self.used += size
+        if self.fits(tensor):
+            self.used += _size(tensor)
             return tensor
         if self._scratch is None:
             self._scratch = tempfile.TemporaryDirectory(prefix=".features-", dir=self.folder)
@@ -81,12 +80,16 @@ class Room:
             ) from err
         return Spilled(path, shape, stride, tensor.dtype)
 
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor would be kept in memory."""
+        return self.used + _size(tensor) <= self.limit_bytes or not _size(tensor)
+
     def release(self, kept: Kept) -> None:
         """Give the room of a kept tensor back."""
         if isinstance(kept, Spilled):
             kept.path.unlink(missing_ok=True)
         else:
-            self.used -= kept.numel() * kept.element_size()
+            self.used -= _size(kept)
 
     def close(self) -> None:
         """Remove all files."""
@@ -132,6 +135,10 @@ class Store:
 
     def __len__(self) -> int:
         return len(self.chunks)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _compact(tensor: Tensor) -> Tensor:

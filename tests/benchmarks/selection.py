@@ -1,14 +1,14 @@
 """Selection in closed form against the paper's loop, on the same network, samples and machine.
 
     python tests/benchmarks/selection.py CIFAR_DIR WEIGHTS_DIR [--network resnet56_a]
-        [--samples 500] [--rate 0.5]
+        [--samples 500] [--rate 0.5] [--cache-gb 8]
     python tests/benchmarks/selection.py IMAGE_DIR WEIGHTS_DIR --network timm:resnet50 --channels 2
     python tests/benchmarks/selection.py CIFAR_DIR WEIGHTS_DIR --whole RESULTS.jsonl
         [--network resnet20_a] [--samples 256] [--rate 0.5] [--seeds 0] [--stage-steps 50]
 
-Without --whole: the stages of `prune` on the dense network, with untrained heads on its pivots and
-without any training. The closed form is timed over every whole stage; of the loop the group in the
-middle of each stage is run (its first --channels), and the rest is extrapolated: each group walks
+Without --whole: the stages of `prune` with untrained heads on their pivots, nothing is trained.
+The closed form is timed over every whole stage; of the loop the group in the middle of each stage
+is run on the dense network (its first --channels), and the rest is extrapolated: each group walks
 over the samples as often as the channels that it keeps ask for, and a walk is taken to cost what it
 did for the measured one. `--solver sgd` keeps the features of a layer and walks from there to the
 pivot; the program that the authors released walks from the images to the pivot in the pruned
@@ -35,6 +35,7 @@ from pathlib import Path
 import methods
 import torch
 from results import Results
+from torch import nn
 
 from dcptool import console
 from dcptool.network import models
@@ -42,11 +43,12 @@ from dcptool.network.base import Network
 from dcptool.network.graph import build_graph
 from dcptool.selection import greedy
 from dcptool.selection.chain import run_from
+from dcptool.selection.greedy import LossAt
 from dcptool.selection.heads import new_head, summed, width_at
 from dcptool.selection.samples import share
 from dcptool.selection.settings import Selection
 from dcptool.selection.stage import Stage
-from dcptool.selection.stages import plan_stages
+from dcptool.selection.stages import plan_stages, select
 from dcptool.selection.store import Room
 from dcptool.training.data import DataSpec, open_data, samples
 from dcptool.training.loader import loader
@@ -64,6 +66,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=500)
     parser.add_argument("--rate", default="0.5")
     parser.add_argument("--channels", type=int, help="of the loop's group; all")
+    parser.add_argument("--cache-gb", type=float, default=8, help="features in memory")
     parser.add_argument("--whole", type=Path, metavar="RESULTS")
     parser.add_argument("--solvers", default="gram,sgd")
     parser.add_argument("--seeds", default="0")
@@ -129,76 +132,82 @@ def once(given: argparse.Namespace, seed: int) -> dict:
 
 
 def parts(given: argparse.Namespace) -> None:
-    """Time whole stages in closed form and one group of each by the loop, and print a table."""
+    """Time a whole selection in closed form and one group of each stage by the loop."""
     network, batches = opened(given)
-    images = share([x for x, _ in batches])
+    images = [x for x, _ in batches]
     dense = network.module.eval()
-    graph = build_graph(dense, network.input.size)
+    size, classes = network.input.size, network.base.num_classes
+    heads = []
+
+    def with_head(module: nn.Module, pivot: str | None, *_: object) -> list[LossAt]:
+        head = None if pivot is None else new_head(width_at(module.cpu(), pivot, size), classes, 0)
+        heads.append(head)
+        return [summed(head, y) for _, y in batches]
+
+    spent = timed_stages()
+    settings = Selection(rate=Fraction(given.rate), cache_gb=given.cache_gb)
+    choices = select(network, images, settings, fit_stage=with_head).choices
     walks = counted()
     names = "stage,groups,closed form s,loop: group,walks,s a walk,all s,released s,same channels"
     print("| " + names.replace(",", " | ") + " |")
     print("|---" * 9 + "|")
-    solved = looped = released = 0.0
-    first = 0
-    for number, (pivot, last) in enumerate(plan_stages(network, graph, Selection())):
-        classes = network.base.num_classes
-        head = (
-            None
-            if pivot is None
-            else new_head(width_at(dense, pivot, network.input.size), classes, 0)
+    looped = released = 0.0
+    for number, (pivot, _) in enumerate(plan_stages(network, build_graph(dense, size), settings)):
+        by_form, first, last = spent[number]
+        here = choices[first:last]
+        middle = here[len(here) // 2]
+        plan = {middle.group: given.channels} if given.channels else None
+        loop = Selection(
+            rate=settings.rate if plan is None else None,
+            plan=plan,
+            solver="sgd",
+            target="conv",
+            score="gradient",
         )
-        losses = [summed(head, y) for _, y in batches]
-
-        def stage_by(
-            solver: str,
-            plan: dict[str, int] | None = None,
-            pivot: str | None = pivot,
-            losses: list = losses,
-        ) -> Stage:
-            is_loop = solver == "sgd"
-            settings = Selection(
-                rate=Fraction(given.rate) if plan is None else None,
-                plan=plan,
-                solver=solver,
-                target="conv" if is_loop else "block",
-                score="gradient" if is_loop else "rise",
-            )
-            current = copy.deepcopy(dense)
-            room = Room(2**31)
-            return Stage(network, dense, current, {}, settings, room, images, pivot, losses)
-
-        stage, choices = stage_by("gram"), []
-        began = time.process_time()
-        with console.progress("stage", 1) as task:
-            stage.run(first, last, choices, task, None, lambda *_: None)
-        by_form = time.process_time() - began
-        chosen = {choice.group: choice for choice in choices}
-        middle = choices[len(choices) // 2].group
-        stage = stage_by("sgd", {middle: given.channels} if given.channels else None)
-        group = stage.graph.group(middle)
+        losses = [summed(heads[number], y) for _, y in batches]
+        room = Room(int(given.cache_gb * 2**30))
+        current = copy.deepcopy(dense)
+        stage = Stage(network, dense, current, {}, loop, room, share(images), pivot, losses)
+        group = stage.graph.group(middle.group)
         walks.clear()
-        began = time.process_time()
         with torch.no_grad():
             stage.probe.begin(stage.chain.place_of(group.consumers[-1]))
+            began = time.process_time()
             kept = set(stage._decide(group).kept)
         one = (time.process_time() - began) / len(walks)
         count = len(walks)
         began = time.process_time()
         released_walk(stage, group.consumers[-1])
         bare = time.process_time() - began
-        all_walks = sum(2 * len(choice.kept) + 1 for choice in choices)
-        solved, first = solved + by_form, last
+        room.close()
+        all_walks = sum(2 * len(choice.kept) + 1 for choice in here)
         looped, released = looped + one * all_walks, released + bare * all_walks
-        alike = f"{len(kept & set(chosen[middle].kept))} of {len(kept)}"
-        row = (number + 1, len(choices), f"{by_form:.1f}", middle, f"{count} of {all_walks}")
+        alike = f"{len(kept & set(middle.kept))} of {len(kept)}"
+        row = (number + 1, len(here), f"{by_form:.1f}", middle.group, f"{count} of {all_walks}")
         seconds = (f"{one:.2f}", f"{one * all_walks:.0f}", f"{bare * all_walks:.0f}", alike)
         print("|", " | ".join(map(str, (*row, *seconds))), "|", flush=True)
+    solved = sum(seconds for seconds, _, _ in spent)
     print(
         f"{given.network} at {given.rate}, {given.samples} samples, {torch.get_num_threads()} "
         f"threads, processor time: closed form {solved:.1f} s (measured); --solver sgd "
         f"{looped:.0f} s (extrapolated), {looped / solved:.0f}x; as released "
         f"{released:.0f} s (extrapolated), {released / solved:.0f}x"
     )
+
+
+def timed_stages() -> list[tuple[float, int, int]]:
+    """Note processor seconds of every stage, and which of the choices it made."""
+    seen: list[tuple[float, int, int]] = []
+    plain = Stage.run
+
+    def noted(self: Stage, first: int, last: int, choices: list, *rest: object) -> set[int]:
+        before, began = len(choices), time.process_time()
+        removed = plain(self, first, last, choices, *rest)
+        seen.append((time.process_time() - began, before, len(choices)))
+        return removed
+
+    Stage.run = noted
+    return seen
 
 
 def opened(given: argparse.Namespace) -> tuple[Network, list]:
