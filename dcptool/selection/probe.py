@@ -454,6 +454,10 @@ class Probe:
         layer: Any = self.current.get_submodule(name)
         return isinstance(layer.bias, Tensor) or self.target_of(name).norm is not None
 
+    def norm_of(self, name: str) -> str | None:
+        """The norm that takes a constant where a layer has no bias."""
+        return self.target_of(name).norm
+
     def write(self, name: str, weights: Tensor) -> None:
         """Put solved weights into the current network."""
         layer: Any = self.current.get_submodule(name)

@@ -41,14 +41,14 @@ class Problems:
         left = HALF if kept is None else Fraction(kept, len(group.units))
         return self._problem(name, moments, self.probe.units(name, group), left)
 
-    def before(self, name: str) -> Problem:
+    def before(self, name: str, moments: Moments) -> Problem:
         """The same before it is known what the reader will lose."""
         inputs = torch.from_numpy(self.graph.sites[name].inputs)
         groups = self.settings.groups(self.graph)
         open_units = torch.tensor(sorted(unit for group in groups for unit in group.units))
         units = torch.where(torch.isin(inputs, open_units), inputs, -1)
         columns = units.repeat_interleave(taps(self.probe.current.get_submodule(name)))
-        return self._problem(name, self.probe.moments(name, None), columns, HALF)
+        return self._problem(name, moments, columns, HALF)
 
     def _problem(self, name: str, moments: Moments, unit: Tensor, left: Fraction) -> Problem:
         weights, scale = self.probe.weights(name), self.probe.output_weights(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -223,7 +223,8 @@ class Stage:
                 for name in self.probe.segment.layers:
                     if name in readers and self.probe.readable(name):
                         # Errors of readers count relative to what each of them has to explain.
-                        moments, weights = self.problems.before(name)
+                        found = self.probe.moments(name, None)
+                        moments, weights = self.problems.before(name, found)
                         seen[name] = relative(moments), weights
                         for group in groups if self.settings.method == "apoz" else ():
                             if name in group.consumers and group.name not in zeros:
@@ -413,8 +414,12 @@ class Stage:
         self.probe.write(name, weights)
 
     def _kept_columns(self, name: str) -> Tensor:
+        return self.columns_without(name, self.removed)
+
+    def columns_without(self, name: str, units: Collection[int]) -> Tensor:
+        """Which columns of a reader are left without some units; the constant, last, always is."""
         inputs = torch.from_numpy(self.graph.sites[name].inputs)
-        gone = torch.isin(inputs, torch.tensor(sorted(self.removed), dtype=torch.long))
+        gone = torch.isin(inputs, torch.tensor(sorted(units), dtype=torch.long))
         width = (len(self.probe.weights(name)) - 1) // len(inputs)
         return torch.cat([~gone.repeat_interleave(width), torch.ones(1, dtype=torch.bool)])
 
