@@ -157,10 +157,11 @@ selection_options = packed(
     ),
     click.option(
         "--loop-epochs",
-        type=click.IntRange(1),
-        default=1,
-        show_default=True,
-        help="Passes of --solver sgd over the samples after each channel.",
+        type=click.IntRange(0),
+        default=0,
+        show_default="1 with --solver sgd, else 0",
+        help="Walks of training on the joint loss: after each channel of --solver sgd, or after "
+        "each layer that was solved for.",
     ),
     click.option(
         "--target",
@@ -258,7 +259,7 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int, *, training: 
         faults.append("--solver sgd is the paper's loop: --target conv and --score gradient")
     if loop and given["epsilon"] is not None and given["round_to"] not in ("auto", 1):
         faults.append("--solver sgd with --epsilon keeps exact counts: --round-to 1")
-    faults += _idle(given)
+    faults += _idle(given, training=training)
     rate, rates, budget = None, {}, None
     try:
         budget = _budget(given)
@@ -293,7 +294,7 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int, *, training: 
     )
 
 
-def _idle(given: dict[str, Any]) -> list[str]:
+def _idle(given: dict[str, Any], *, training: bool) -> list[str]:
     """Options that were typed and play no part; a recipe may set them for all its variants."""
     context = click.get_current_context(silent=True)
     is_typed = app.called() is None and app.DOCUMENT_FILE not in os.environ
@@ -305,12 +306,14 @@ def _idle(given: dict[str, Any]) -> list[str]:
         or given["round_to"] == "measure"
         or (searches and given["smallest_by"] == "latency")
     )
+    known = given["discrimination"]
+    is_aware = given["method"] == "dcp" and (training if known is None else known > 0)
     timing = "--target-latency, --round-to measure or --smallest-by latency"
     parts = (
         ("smallest_by", searches, "--max-accuracy-drop"),
         ("latency_batch", times, timing),
         ("threads", times, timing),
-        ("loop_epochs", given["solver"] == "sgd", "--solver sgd"),
+        ("loop_epochs", given["solver"] == "sgd" or is_aware, "--solver sgd or a --lambda"),
     )
     return [
         f"--{name.replace('_', '-')} does nothing without {what}"

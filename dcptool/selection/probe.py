@@ -217,7 +217,8 @@ class Probe:
         gathering = Gathering(units, outputs, keep)
         for number, rows, targets, zeros in self._rows(name, layer):
             images = self.samples.batches[number].shape[0]
-            gathering.add(rows, targets, zeros, images, self._first_half(number, len(rows)))
+            cut = len(rows) * self.first_half(number) // max(images, 1)
+            gathering.add(rows, targets, zeros, images, cut)
         moments = gathering.finish(self.add_up)
         target = self.target_of(name)
         if keep and target.bounds is not None:
@@ -241,15 +242,10 @@ class Probe:
         keep = min(there, max(1, room // images))
         return keep if keep * images >= FEWEST_ROWS * columns else 0
 
-    def _first_half(self, batch: int, rows: int) -> int:
-        """How many rows of a batch are of the first half of its images, whoever holds them."""
-        rank, world, images = (
-            self.samples.dist.rank,
-            self.samples.dist.world,
-            self.samples.sizes[batch],
-        )
-        mine = len(range(rank, images, world))
-        return rows * len(range(rank, images // 2, world)) // max(mine, 1)
+    def first_half(self, batch: int) -> int:
+        """How many of this process's images of a batch are of its first half."""
+        dist = self.samples.dist
+        return len(range(dist.rank, self.samples.sizes[batch] // 2, dist.world))
 
     def add_up(self, *tensors: Tensor) -> None:
         """Add tensors up over all processes, in place."""

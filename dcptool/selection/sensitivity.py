@@ -48,9 +48,6 @@ class Sensitivity:
         self.stage = stage
         self.last = stage.chain.segments[-1].output
         samples = stage.probe.samples
-        rank, world = samples.dist.rank, samples.dist.world
-        # The first half of each batch is what `Moments.half` was taken of.
-        self.skip = [len(range(rank, size // 2, world)) for size in samples.sizes]
         step = max(1, samples.images // 2 // IMAGES)
         self.batches = range(0, len(samples.sizes), step)
         self.answers = list(self._scores(0, from_images=True))
@@ -115,7 +112,8 @@ class Sensitivity:
                 features = probe.samples.batches[number].to(probe.samples.device)
             else:
                 (features,) = probe.current_features.at(number)
-            waiting.append(features[self.skip[number] :])
+            # The first half of each batch is what `Moments.half` was taken of.
+            waiting.append(features[probe.first_half(number) :])
             is_last = number + self.batches.step >= len(probe.samples.sizes)
             if is_last or sum(map(len, waiting)) >= AT_ONCE:
                 together = torch.cat(waiting)

@@ -40,6 +40,8 @@ class Budget:
 class Selection:
     """Budget, rule and scope; `plan` (units kept by group) replaces rate, epsilon and budget.
 
+    `loop_epochs` are walks of training on the joint loss, after each channel of the loop (one at
+    least) or after each refit of the closed form.
     `reuse` holds orders of an earlier run; a discrimination of infinity leaves the
     reconstruction out; no number of samples means as many as are needed.
     """
@@ -53,7 +55,7 @@ class Selection:
     widths: str = "uniform"
     method: str = "dcp"
     solver: str = "gram"
-    loop_epochs: int = 1
+    loop_epochs: int = 0
     target: str = "block"
     score: str = "rise"
     discrimination: float = 1.0

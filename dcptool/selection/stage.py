@@ -40,6 +40,7 @@ from dcptool.selection.problems import Problems
 from dcptool.selection.rectify import rectified
 from dcptool.selection.samples import Samples
 from dcptool.selection.settings import Selection, stop_by_epsilon
+from dcptool.selection.steps import Steps
 from dcptool.selection.store import Room
 from dcptool.selection.widths import nearest
 
@@ -88,6 +89,10 @@ class Stage:
         self.removed: set[int] = set()
         self.problems = Problems(self.probe, self.graph, settings)
         self.refits = METHODS[settings.method].refits
+        self.steps: Steps | None = None
+        if settings.loop_epochs and losses and settings.discrimination:
+            strength, count = settings.discrimination, settings.loop_epochs
+            self.steps = Steps(self.probe, pivot, losses, strength, count)
 
     def run(
         self,
@@ -325,7 +330,7 @@ class Stage:
                 count=self.settings.kept(group),
                 epsilon=self.settings.epsilon,
                 order=order,
-                sgd=Sgd(epochs=self.settings.loop_epochs),
+                sgd=Sgd(epochs=max(1, self.settings.loop_epochs)),
                 step=step,
             )
         joint.features.clear()
@@ -412,6 +417,8 @@ class Stage:
             solve = solver(seen, kept, ridge=ridge)
             weights = rectified(moments.sample, weights, solve, self.probe.add_up)
         self.probe.write(name, weights)
+        if self.steps is not None:
+            self.steps.take(name, moments, kept, ridge, weights)
 
     def _kept_columns(self, name: str) -> Tensor:
         return self.columns_without(name, self.removed)

@@ -62,10 +62,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--stage-steps", type=int, default=50)
     parser.add_argument("--stage-lr", type=float, default=0.005)
-    parser.add_argument("--loop-epochs", type=int, default=1)
+    parser.add_argument("--loop-epochs", type=int, help="1 with --solver sgd, else 0")
     parser.add_argument("--only", default=",".join(ROWS))
     given = parser.parse_args()
     console.configure(quiet=True)
+    if given.loop_epochs is None:
+        given.loop_epochs = int(given.solver == "sgd")
     results = Results(given.results)
     names = ("network", "solver", "rate", "samples", "stage_steps", "stage_lr", "loop_epochs")
     conditions = {name: getattr(given, name) for name in names}

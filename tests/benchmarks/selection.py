@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--stage-steps", type=int, default=50)
     parser.add_argument("--stage-lr", type=float, default=0.005)
-    parser.add_argument("--loop-epochs", type=int, default=1)
+    parser.add_argument("--loop-epochs", type=int, default=0)
     parser.add_argument("--updates", type=int, default=200, help="of the fine-tune")
     given = parser.parse_args()
     console.configure(quiet=True)

@@ -95,8 +95,8 @@ def test_the_next_command_is_named(words, code, command, capsys):
             "dcptool prune zoo:resnet20 --rate 0.3",
         ),
         (
-            "prune resnet50 --rate 0.3 --loop-epochs 2",
-            "--loop-epochs does nothing without --solver sgd",
+            "prune resnet50 --rate 0.3 --no-training --loop-epochs 2",
+            "--loop-epochs does nothing without --solver sgd or a --lambda",
             "dcptool prune resnet50 --rate 0.3",
         ),
     ],
