@@ -81,7 +81,8 @@ class Sensitivity:
                 toward, moments, scale = probe.weights(name), seen[name].moments, seen[name].scale
                 weakest = self.stage.settings.ridge
                 ridge = best_ridge(moments, kept, toward, scale, weakest, both_ways=False)
-                half = moments.half or moments
+                # Batches of one image have no first half.
+                half = moments.half if moments.half is not None and moments.half.rows else moments
                 probe.write(name, refit(half, kept, ridge=ridge, toward=toward))
             place = min(chain.place_of(name) for name in readers)
             scores = self._scores(place, from_images=place != probe.place)

@@ -138,3 +138,12 @@ def test_a_weak_branch_may_err_more() -> None:
         network.module.layer2[1].bn2.weight *= 0.1
     after = curves.measure(network, images, settings)["layer2.1.conv1"]
     assert after[0] < 0.05 * before[0]
+
+
+def test_images_that_come_one_by_one_have_curves_too() -> None:
+    torch.manual_seed(0)
+    network = models.load("zoo:resnet20", pretrained=False)
+    randomise(network.module)
+    settings = Selection(rate=Fraction("0.5"), positions=64)
+    found = curves.measure(network, list(torch.randn(6, 1, 3, 32, 32)), settings)
+    assert all(curve[1] > curve[-1] >= 0 for curve in found.values())
