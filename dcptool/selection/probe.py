@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from dcptool.network.base import Cut
 from dcptool.network.graph import ChannelGraph, Group
 from dcptool.network.trace import VALUE
-from dcptool.selection.chain import Chain, Segment, frozen, run_from, run_segment
+from dcptool.selection.chain import Chain, Segment, run_from, run_segment
 from dcptool.selection.features import (
     Positions,
     choose_positions,
@@ -46,8 +46,6 @@ Tick = Callable[[], None]
 # Rows for a column of a layer. KL from the dense network on images not used, MobileNetV2 at rate
 # 0.2 with 300 images: 0.256 with 96, 0.250 with 128, 0.243 with 192, 0.241 with 400.
 ENOUGH_ROWS = 192
-# Images that the head's loss is asked about: the metric has no more columns than a layer outputs.
-ASKED_IMAGES = 256
 
 
 def nothing() -> None:
@@ -171,26 +169,27 @@ class Probe:
             for target in [self.target_of(name)]
             for node in self.chain.calls[name]
         }
-        draws = {node: self._draw() for node in wanted}
+        draws = {node: self.draw() for node in wanted}
         self._aims = {node: Store(self.room) for node in wanted}
         ask = {*wanted.values(), self.segment.output}
         for number, (features,) in enumerate(self.dense_features):
             self.tick()
             values = run_segment(self.chain, self.segment, self.dense, features, ask)
             for node, source in wanted.items():
-                at = self._positions(node, number, draws[node])
-                self._aims[node].add(values_at(values[source], at, tokens=self._has_tokens(node)))
+                at = self.positions_of(node, number, draws[node])
+                self._aims[node].add(values_at(values[source], at, tokens=self.has_tokens(node)))
             self.dense_features.replace(number, values[self.segment.output])
         give_back()
         self._is_dense_ahead = True
 
-    def _draw(self) -> torch.Generator:
+    def draw(self) -> torch.Generator:
+        """Chance for the positions of one layer, the same in every walk."""
         return torch.Generator().manual_seed(self.seed)
 
-    def _positions(self, node: fx.Node, batch: int, draw: torch.Generator) -> Positions:
+    def positions_of(self, node: fx.Node, batch: int, draw: torch.Generator) -> Positions:
         """The positions of a layer's output that enter the solution."""
         shape, images = node.meta[VALUE].shape, self.samples.sizes[batch]
-        share, tokens = self.samples.share, self._has_tokens(node)
+        share, tokens = self.samples.share, self.has_tokens(node)
         return choose_positions(shape, images, self._enough(node), draw, share, tokens=tokens)
 
     def _enough(self, node: fx.Node) -> int:
@@ -198,7 +197,7 @@ class Probe:
         columns = columns_of(self.current.get_submodule(str(node.target))) + 1
         return min(self.positions, math.ceil(ENOUGH_ROWS * columns / self.samples.images))
 
-    def _has_tokens(self, node: fx.Node) -> bool:
+    def has_tokens(self, node: fx.Node) -> bool:
         """Whether the channels of a layer's output come last, as a linear layer has them."""
         return isinstance(self.current.get_submodule(str(node.target)), nn.Linear)
 
@@ -235,7 +234,7 @@ class Probe:
         calls = self.chain.calls[name]
         shape = calls[0].meta[VALUE].shape
         there = min(
-            self._enough(calls[0]), math.prod(grid(shape, tokens=self._has_tokens(calls[0])))
+            self._enough(calls[0]), math.prod(grid(shape, tokens=self.has_tokens(calls[0])))
         )
         images = self.samples.images * len(calls)
         room = min(MOST_BYTES // (4 * columns), MOST_ROWS * columns)
@@ -306,7 +305,7 @@ class Probe:
             self._aim()
         target = self.target_of(name)
         for node in self.chain.calls[name]:
-            draw = self._draw()
+            draw = self.draw()
             source = node.all_input_nodes[0]
             want = [source, *([target.other] if target.other else [])]
             pairs = zip(self.current_features, self._aims[node], strict=True)
@@ -315,13 +314,13 @@ class Probe:
                 now = self._run(number, features, want)
                 if source is not self.segment.source:
                     self._midway.keep(source, number, now[source])
-                at = self._positions(node, number, draw)
+                at = self.positions_of(node, number, draw)
                 aim = self._as_kept(aim, name)
                 known = norm_scale(self.current, target.norm, aim.shape[1])
                 scale, shift = (each.to(aim.device) for each in known)
                 zeros = torch.zeros_like(aim)
                 if target.other is not None:
-                    other = values_at(now[target.other], at, tokens=self._has_tokens(node))
+                    other = values_at(now[target.other], at, tokens=self.has_tokens(node))
                     aim = invert(aim - other, scale, shift)
                     zeros -= other
                 yield number, rows_at(layer, now[source], at), aim, invert(zeros, scale, shift)
@@ -358,43 +357,6 @@ class Probe:
         self.add_up(counts)
         total = self._total(total)
         return counts / total if bool(counts.any()) else None
-
-    def slopes(
-        self, names: Sequence[str], pivot: str | None, losses: Sequence[LossAt]
-    ) -> dict[str, Tensor]:
-        """Second moments of the gradients of each image's loss at the outputs of some layers.
-
-        One walk from the present segment to the pivot and back serves them all, on batches spread
-        evenly over the samples. `losses` gives, for each batch, the summed loss from the value at
-        the pivot.
-        """
-        end, last = self.chain.end_of(pivot)
-        ahead = self.chain.segments[self.place : last + 1]
-        within = {layer for segment in ahead for layer in segment.layers}
-        calls = {self.chain.calls[name][0]: name for name in names if name in within}
-        draws = {node: self._draw() for node in calls}
-        totals = {
-            name: torch.zeros(2 * (len(self.graph.sites[name].outputs),), dtype=torch.float64)
-            for name in calls.values()
-        }
-        step = max(1, round(self.samples.images / ASKED_IMAGES))
-        for number in range(0, len(losses), step):
-            (start,), loss_at = self.current_features.at(number), losses[number]
-            self.tick()
-            with torch.enable_grad(), frozen(self.current):
-                found = run_from(
-                    self.chain, self.place, self.current, start, [*calls, end], starts=set(calls)
-                )
-                outputs = [found[node] for node in calls]
-                gradients = torch.autograd.grad(loss_at(found[end]), outputs, allow_unused=True)
-            for (node, name), gradient in zip(calls.items(), gradients, strict=True):
-                if gradient is not None:
-                    at = self._positions(node, number, draws[node])
-                    slope = values_at(gradient, at, tokens=self._has_tokens(node)).double()
-                    totals[name] += (slope.T @ slope).cpu()
-        for total in totals.values():
-            self.add_up(total)
-        return {name: total.float() for name, total in totals.items()}
 
     def readable(self, name: str, place: int | None = None) -> bool:
         """Whether a layer can be solved for: a dense conv or linear, called in one segment.

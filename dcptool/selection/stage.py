@@ -40,6 +40,7 @@ from dcptool.selection.problems import Problems
 from dcptool.selection.rectify import rectified
 from dcptool.selection.samples import Samples
 from dcptool.selection.settings import Selection, stop_by_epsilon
+from dcptool.selection.slopes import slopes
 from dcptool.selection.steps import Steps
 from dcptool.selection.store import Room
 from dcptool.selection.widths import nearest
@@ -168,7 +169,7 @@ class Stage:
         names = [name for layers in inside for name in layers if name in readers]
         if names:
             self.probe.begin(first)
-            self.problems.slopes = self.probe.slopes(names, self.pivot, self.losses)
+            self.problems.slopes = slopes(self.probe, names, self.pivot, self.losses)
         return bool(names)
 
     def _goes(self, group: Group) -> bool:

@@ -20,7 +20,8 @@ from torch import Tensor, fx
 from dcptool.selection.chain import frozen
 from dcptool.selection.gram import Moments, error, solver
 from dcptool.selection.greedy import LossAt
-from dcptool.selection.probe import ASKED_IMAGES, Probe
+from dcptool.selection.probe import Probe
+from dcptool.selection.slopes import asked
 from dcptool.selection.tail import Tail, build_tail
 
 # Lengths that are tried, as shares of the step to the least of the joint loss if the head's were
@@ -71,17 +72,13 @@ class Steps:
             probe.samples.dist.broadcast_tensors([layer.weight.data])
             probe.changed(name)
 
-    def _batches(self) -> range:
-        images = self.probe.samples.images
-        return range(0, len(self.losses), max(1, round(images / ASKED_IMAGES)))
-
     def _slope(self, tail: Tail, end: fx.Node, name: str) -> tuple[Tensor, list[Tensor]]:
         """Gradient of the head's mean loss on the first halves, and all values at the pivot."""
         probe = self.probe
         layer: Any = probe.current.get_submodule(name)
         weight = layer.weight.detach().clone().requires_grad_()
         total, values = torch.zeros_like(weight), []
-        for number in self._batches():
+        for number in asked(probe):
             (start,) = probe.current_features.at(number)
             with torch.enable_grad(), frozen(probe.current):
                 features = tail.features(probe.current, start)
@@ -92,7 +89,7 @@ class Steps:
                 (found,) = torch.autograd.grad(self.losses[number](mixed), weight)
             total += found
             values.append(value.detach())
-        count = torch.tensor([float(sum(probe.first_half(b) for b in self._batches()))])
+        count = torch.tensor([float(sum(probe.first_half(b) for b in asked(probe)))])
         probe.add_up(total, count)
         slope = torch.zeros(weight[0].numel() + 1, len(weight), dtype=torch.float64)
         slope[:-1] = total.flatten(1).T.double().cpu() / float(count.clamp_min(1))
@@ -106,7 +103,7 @@ class Steps:
         layer: Any = probe.current.get_submodule(name)
         weight = _shaped(weights, layer.weight)
         found = torch.zeros(2, dtype=torch.float64)
-        for number, value in zip(self._batches(), before, strict=True):
+        for number, value in zip(asked(probe), before, strict=True):
             half = probe.first_half(number)
             (start,) = probe.current_features.at(number)
             if half == len(start):
