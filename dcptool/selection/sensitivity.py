@@ -25,8 +25,8 @@ from dcptool.selection.gram import Moments, Ranking, best_ridge, refit
 from dcptool.selection.stage import Stage
 from dcptool.selection.widths import Curve
 
-# Widths that are tried, as shares of a group's. Three of them, or twice the images, gave no better
-# networks (ResNet-56 at 0.5 and 0.7, MobileNetV2 at 0.3).
+# Widths that are tried, as shares of a group's. Three of them and twice the images gave no
+# clearly better networks (ResNet-56 at 0.5 and 0.7, MobileNetV2 at 0.3).
 SHARES = (0.7, 0.35)
 # Images whose scores are compared, and how many of them at once.
 IMAGES, AT_ONCE = 64, 32
