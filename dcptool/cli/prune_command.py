@@ -187,6 +187,8 @@ def _work(
         assert folder is not None
         launch.record_in(folder)
         console.note(f"pruning {network.base} ({network.weights}) on {data.source} in {folder}")
+        if settings.could_spread:
+            console.note("one rate for every group; at its MACs --widths curves loses less")
         if dist.is_writer:
             stack.enter_context(files.lock_folder(folder))
             if resume is None:

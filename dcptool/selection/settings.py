@@ -96,6 +96,12 @@ class Selection:
         nested = not old.losses or old.smallest <= kept
         return old.order if nested and kept <= len(old.order) else None
 
+    @property
+    def could_spread(self) -> bool:
+        """Whether the MACs of the rate could go where they lose least instead."""
+        is_plain = bool(self.rate) and not self.rates and self.widths == "uniform"
+        return is_plain and self.round_to > 1 and (self.method, self.solver) == ("dcp", "gram")
+
     def kept(self, group: Group) -> int | None:
         """How many units of a group stay; None when epsilon or a budget decides."""
         if self.plan is not None:

@@ -216,7 +216,7 @@ class Bench:
         if teacher is not None and kd:
             loss = distill(teacher, weight=kd, temperature=temperature)
         schedule = training.schedule(len(batches), fresh=False)
-        run = Run(optimizer=training.optimizer, seed=seed, channels_last="off", norms=norms)
+        run = Run(optimizer=training.optimizer, seed=seed, channels_last="on", norms=norms)
         fit(module, batches, [loss], schedule, run)
 
 

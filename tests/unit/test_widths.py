@@ -153,3 +153,21 @@ def test_budgets_that_make_no_sense(words: list[str], says: str) -> None:
     assert done.exit_code
     told = done.output + str(done.exception) + str(getattr(done.exception, "why", ""))
     assert says in told
+
+
+@pytest.mark.parametrize(
+    ("change", "could"),
+    [
+        ({}, True),
+        ({"widths": "curves"}, False),
+        ({"round_to": 1}, False),  # exact counts were asked for
+        ({"rate": Fraction(0)}, False),
+        ({"rates": {"conv1": Fraction(1, 4)}}, False),
+        ({"method": "l1"}, False),
+        ({"solver": "sgd"}, False),
+        ({"rate": None, "epsilon": 0.01}, False),
+    ],
+)
+def test_where_curves_could_do_better(change: dict, could: bool) -> None:
+    plain = Selection(rate=Fraction(1, 2), round_to=16)
+    assert replace(plain, **change).could_spread is could
