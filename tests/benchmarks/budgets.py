@@ -7,10 +7,11 @@
         [--rate 0.5] [--seeds 0,1,2] [--samples 512] [--steps 200]
 
 latency: `prune --rate` without training on photographs without labels, timed in onnxruntime; then
-`prune --target-latency` with the milliseconds of that network as its aim. Both are timed in turn
-and evaluated on images that took no part. Needs a quiet machine. macs: ResNet-56 on CIFAR-10 at the
-MACs of the rate, before and after the same short fine-tune. Appends a line for each pair and leaves
-out what is there; then prints the table.
+`prune --target-latency` with the milliseconds of that network as its aim. Both are timed in turn;
+where they differ by more than the target's 5 %, the aim is corrected once and the second one made
+again. Both are evaluated on images that took no part. Needs a quiet machine. macs: ResNet-56 on
+CIFAR-10 at the MACs of the rate, before and after the same short fine-tune. Appends a line for each
+pair and leaves out what is there; then prints the table.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from results import Line, Results
 
 import dcptool
 from dcptool import console
+from dcptool.pipeline.widths import TOLERANCE
 from dcptool.training.settings import LR_TRAINED
 
 TIMING = {"batch_size": 1, "threads": 2}
@@ -79,11 +81,19 @@ def at_latency(given: argparse.Namespace, name: str, seed: int) -> Line:
         dcptool.prune(name, rate=given.rate, output=one, **common)
         dense = dcptool.bench(one, **TIMING)["speedup"][0]
         aim = round(1 / dense["ratio"], 4)
-        document = dcptool.prune(
-            name, target_latency=aim, threads=TIMING["threads"], output=budget, **common
-        )
-        found = dcptool.bench(one, budget, baseline=str(one), **TIMING)
-        ratio = found["speedup"][0]
+        for _ in range(2):
+            document = dcptool.prune(
+                name,
+                target_latency=aim,
+                threads=TIMING["threads"],
+                output=budget,
+                force=True,
+                **common,
+            )
+            ratio = dcptool.bench(one, budget, baseline=str(one), **TIMING)["speedup"][0]
+            if abs(ratio["ratio"] - 1) <= TOLERANCE["latency"]:
+                break
+            aim = round(aim * ratio["ratio"], 4)
         top1 = {
             place.name: dcptool.evaluate(place, data_dir=images)["top1"] for place in (one, budget)
         }
