@@ -188,7 +188,7 @@ def _work(
         launch.record_in(folder)
         console.note(f"pruning {network.base} ({network.weights}) on {data.source} in {folder}")
         if settings.could_spread:
-            console.note("one rate for every group; --widths curves mostly loses less, in more time")
+            console.note("one rate for all groups; --widths curves takes longer, mostly loses less")
         if dist.is_writer:
             stack.enter_context(files.lock_folder(folder))
             if resume is None:
