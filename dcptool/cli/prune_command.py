@@ -39,7 +39,12 @@ if TYPE_CHECKING:
 @click.argument("model", required=False, metavar="MODEL|ARTIFACT")
 @selection_options
 @click.option("--no-training", is_flag=True, help="No labels, no optimizer: solve, do not train.")
-@click.option("--stage-steps", type=click.IntRange(0), help="Updates before each stage.")
+@click.option(
+    "--stage-steps",
+    type=click.IntRange(0),
+    help="Updates of the network before each stage; at 0 its head alone is fitted.  "
+    "[default: 0; with --solver sgd an epoch, at most 100]",
+)
 @click.option("--stage-epochs", type=FiniteRange(0), help="The same in passes over train.")
 @click.option(
     "--stage-lr",

@@ -11,7 +11,7 @@ from torch import Tensor
 from dcptool import console
 from dcptool.network.base import Network
 from dcptool.pipeline.job import Job
-from dcptool.selection.enough import enough
+from dcptool.selection.enough import enough, useful
 from dcptool.training.data import Data, samples
 from dcptool.training.dist import Dist
 from dcptool.training.loader import ImageSet, at_once, loader
@@ -23,10 +23,14 @@ MIRRORED_BELOW = 1000
 
 
 def images_for(network: Network, data: Data, job: Job, dist: Dist) -> ImageSet:
-    """The calibration images: as many as asked, or as are needed."""
+    """The calibration images: as many as asked and of use, or as are needed."""
     settings = job.selection
     if settings.samples is not None:
-        return samples(data, settings.samples, settings.seed)
+        count = min(settings.samples, len(data.train))
+        most = count if settings.solver == "sgd" else useful(network, settings)
+        if count > most:
+            console.note(f"{most:,} of {count:,} samples are taken: more would not be looked at")
+        return samples(data, min(count, most), settings.seed)
 
     def blocks() -> Iterator[list[Tensor]]:
         seen: set[int] = set()
@@ -52,10 +56,13 @@ def may_mirror(data: Data, chosen: ImageSet) -> bool:
 
 
 def batches_of(chosen: ImageSet, job: Job, dist: Dist) -> list[tuple[Tensor, Tensor]]:
-    """Batches of which every process gets a row: one that is too small joins the one before."""
+    """Batches of which every process gets a row: less than half a batch joins the one before.
+
+    However many processes there are, the loop takes a step for each batch.
+    """
     size = max(at_once(chosen, job.device, job.batch_size), dist.world)
     batches = list(loader(chosen, size, workers=job.workers))
-    if len(batches) > 1 and len(batches[-1][0]) < dist.world:
+    if len(batches) > 1 and len(batches[-1][0]) < max(dist.world, size // 2):
         (images, labels), (more, others) = batches[-2:]
         return [*batches[:-2], (torch.cat([images, more]), torch.cat([labels, others]))]
     return batches

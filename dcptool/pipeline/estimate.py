@@ -225,7 +225,8 @@ def _pruning(
     if not params["no_training"]:
         losses = params["losses"] or graph.structure.default_losses()
         epoch = -(-counts.train // params["batch_size"])
-        steps = stage_steps(params["stage_steps"], params["stage_epochs"], epoch)
+        asked = (params["stage_steps"], params["stage_epochs"])
+        steps = stage_steps(*asked, epoch, params["solver"])
         total += (2 * losses + 1) * steps * params["batch_size"] * speed.training
     modules = dict(network.module.named_modules())
     for group in groups:

@@ -132,25 +132,29 @@ def prune(
     if dist.is_writer:
         # The dense weights, the slim ones, and two states.
         files.require_space(folder, 4 * room.bytes_of(network.module))
-    if job.training and job.device == "cpu":
+    plan = _stage_plan(job, folder, marks)
+    updates = plan.updates(len(data.train), dist.world) if job.training else 0
+    if updates and job.device == "cpu":
         room.require_memory(network.module, data.input.size, job.batch_size)
     chosen = calibration.images_for(network, data, job, dist)
     batches = calibration.batches_of(chosen, job, dist)
     if settings.solver == "gram" and calibration.may_mirror(data, chosen):
         batches += [(x.flip(3), y) for x, y in batches]
+    mine = [x[dist.rank :: dist.world] for x, _ in batches]
     labels = [y[dist.rank :: dist.world] for _, y in batches]
     dense_top1 = _top1(network.module, data, job, dist)
     memory = Checkpoints(folder / prune_record.CHECKPOINTS, marks, SAVE_EVERY_S)
     saved = memory.load()
     start = prune_record.progress_of(saved) if saved is not None else None
     trainer = None
-    if job.training and not settings.removes_nothing and settings.method not in AT_ONCE:
-        trainer = StageTrainer(network, data, _stage_plan(job, folder, marks), labels, dist)
+    is_aware = settings.method == "dcp" and settings.discrimination > 0
+    at_once = settings.removes_nothing or settings.method in AT_ONCE
+    if job.training and (updates or is_aware) and not at_once:
+        trainer = StageTrainer(network, data, plan, mine, labels, dist)
         if saved is not None:
             trainer.restore(saved["head"])
     losses = []
-    if not job.training and settings.discrimination and settings.method == "dcp":
-        mine = [x[dist.rank :: dist.world] for x, _ in batches]
+    if not job.training and is_aware:
         losses = own_losses(network, mine, labels if data.labelled else None, job.device)
     if dist.is_writer:
         prune_record.begin(folder, start.choices if start is not None else ())
@@ -312,6 +316,7 @@ def _stage_plan(job: Job, folder: Path, marks: dict[str, str]) -> StagePlan:
         folder / prune_record.CHECKPOINTS,
         marks,
         job.resume_command,
+        job.selection.solver,
     )
 
 

@@ -1,4 +1,8 @@
-"""Fine-tuning before a stage of DCP: the network and a head on the stage's pivot, together."""
+"""Before a stage of DCP: a head on the stage's pivot, fitted alone or together with the network.
+
+In closed form the network is left alone unless updates are asked for: its layers are solved to give
+what the dense network gives, and updates in between lead away from that.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dcptool.errors import Interrupted
 from dcptool.network.base import Network
 from dcptool.selection.greedy import LossAt
 from dcptool.selection.heads import (
     AngularHeadLoss,
     Head,
     WithHead,
+    fit_alone,
     head_loss,
     new_head,
     summed,
     width_at,
 )
+from dcptool.training import signals
 from dcptool.training.angular import AngularSoftmax
 from dcptool.training.checkpoint import Checkpoints
 from dcptool.training.data import Data
@@ -52,13 +59,21 @@ class StagePlan:
     folder: Path
     fingerprint: Mapping[str, str]
     resume_command: str
+    solver: str = "gram"
+
+    def updates(self, images: int, processes: int = 1) -> int:
+        """Updates of the network before each stage, with so many training images."""
+        epoch = max(1, images // (self.batch_size * processes))
+        return stage_steps(self.steps, self.epochs, epoch, self.solver)
 
 
-def stage_steps(steps: int | None, epochs: float | None, epoch: int) -> int:
-    """Updates before each stage: as asked, or one epoch, at most a hundred."""
+def stage_steps(steps: int | None, epochs: float | None, epoch: int, solver: str) -> int:
+    """Updates before each stage: as asked; else none, or for the loop an epoch, at most 100."""
     if steps is not None:
         return steps
-    return min(epoch, MOST_STAGE_STEPS) if epochs is None else round(epochs * epoch)
+    if epochs is not None:
+        return round(epochs * epoch)
+    return min(epoch, MOST_STAGE_STEPS) if solver == "sgd" else 0
 
 
 def own_losses(
@@ -76,18 +91,22 @@ def own_losses(
 
 
 class StageTrainer:
-    """Fine-tunes before each stage, with a head on the stage's pivot."""
+    """Puts a head on each stage's pivot, and fine-tunes the network where that is asked for.
+
+    `images` and `labels` are this process's rows of the batches that channels are chosen on.
+    """
 
     def __init__(
         self,
         network: Network,
         data: Data,
         plan: StagePlan,
+        images: Sequence[Tensor],
         labels: Sequence[Tensor],
         dist: Dist = SINGLE,
     ) -> None:
-        self.network, self.data, self.plan, self.labels = network, data, plan, labels
-        self.dist = dist
+        self.network, self.data, self.plan = network, data, plan
+        self.images, self.labels, self.dist = images, labels, dist
         self.seconds = 0.0
         self.head: Head | None = None
 
@@ -102,16 +121,42 @@ class StageTrainer:
     def fit_stage(
         self, module: nn.Module, pivot: str | None, number: int, is_fitted: bool
     ) -> list[LossAt]:
-        """Train the network and the head; returns the head's losses on the samples."""
+        """Fit the head, and the network if asked; returns the head's losses on the samples."""
         if not is_fitted:
-            self._fit(module, pivot, number)
+            began = time.monotonic()
+            self.head = None
+            steps = self.plan.updates(len(self.data.train), self.dist.world)
+            if steps:
+                self._fit(module, pivot, number, steps)
+            elif pivot is not None:
+                self._fit_head(module, pivot, number)
+            self.seconds += time.monotonic() - began
         if self.head is not None:
             self.head.to(self.plan.device)
         kind = self.plan.options.head_loss
         return [summed(self.head, wanted.to(self.plan.device), kind) for wanted in self.labels]
 
-    def _fit(self, module: nn.Module, pivot: str | None, number: int) -> None:
-        began = time.monotonic()
+    def _fit_head(self, module: nn.Module, pivot: str, number: int) -> None:
+        """Fit the head alone to what the network gives at the pivot now."""
+        plan, dist = self.plan, self.dist
+        width = width_at(module.cpu(), pivot, self.data.input.size)
+        head = new_head(width, self.network.base.num_classes, number).to(plan.device)
+        with (
+            signals.watch() as flag,
+            WithHead(module.to(plan.device), pivot, head).attached() as both,
+        ):
+
+            def tick() -> None:
+                asked = int(dist.largest(flag.number))
+                if asked:
+                    raise Interrupted(asked, message="stopped", try_=plan.resume_command)
+
+            fit_alone(both, self.images, self.labels, tick, dist)
+        module.cpu()
+        self.head = head.cpu().eval()
+        self.head.requires_grad_(False)
+
+    def _fit(self, module: nn.Module, pivot: str | None, number: int, steps: int) -> None:
         plan = self.plan
         batches = loader(
             self.data.train,
@@ -140,12 +185,10 @@ class StageTrainer:
             ),
             resume_command=plan.resume_command,
         )
-        steps = stage_steps(plan.steps, plan.epochs, len(batches))
         schedule = Schedule(steps, plan.lr, options.sched, decay=options.decay_rate)
         smoothing = 0.0 if options.mixup or options.cutmix else options.smoothing
         own = AngularSoftmax() if options.loss == "angular" else cross_entropy(smoothing)
         angular = options.head_loss == "angular"
-        self.head = None
         if pivot is None:
             fit(module, batches, [own], schedule, run, self.dist)
         else:
@@ -157,4 +200,3 @@ class StageTrainer:
             self.head = head.cpu().eval()
             self.head.requires_grad_(False)
         module.cpu().eval()
-        self.seconds += time.monotonic() - began

@@ -1,13 +1,15 @@
 """How many images a network needs: until what was solved from those seen fits the next ones too.
 
-Takes a few layers of the dense network, spread over its depth, the one with most columns among
-them. After each doubling their solution from the images so far is tried on the new ones; when
-the error there is hardly larger, more images would change little. Needs no label.
+`useful` is a bound that needs no image: as many as give every reader its rows. `enough` takes a
+few layers of the dense network, spread over its depth, the one with most columns among them. After
+each doubling their solution from the images so far is tried on the new ones; when the error there
+is hardly larger, more images would change little. Needs no label.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -17,14 +19,31 @@ from dcptool import console
 from dcptool.network.base import Network
 from dcptool.network.graph import Group, build_graph
 from dcptool.selection.gram import Moments, backward_order, error, refit
+from dcptool.selection.limits import columns_of
+from dcptool.selection.probe import ENOUGH_ROWS
 from dcptool.selection.samples import share
 from dcptool.selection.settings import Selection
 from dcptool.selection.stage import Stage
 from dcptool.selection.store import Room
 
+# Images below which none are left out, whatever the rows: those of one image are alike.
+FEWEST = 2048
 LAYERS = 4
 # Error on unseen images over error on seen ones.
 CLOSE = 1.1
+
+
+def useful(network: Network, settings: Selection) -> int:
+    """Images beyond which the closed form would gather no further row of any reader."""
+    graph = build_graph(network.module, network.input.size)
+    needed = [
+        ENOUGH_ROWS
+        * (columns_of(network.module.get_submodule(name)) + 1)
+        / min(settings.positions, graph.sites[name].positions)
+        for group in settings.groups(graph)
+        for name in group.consumers
+    ]
+    return max(FEWEST, math.ceil(max(needed, default=0)))
 
 
 def enough(
@@ -58,9 +77,7 @@ def _chosen(network: Network, settings: Selection) -> dict[str, Group]:
     step = max(1, len(names) // LAYERS)
 
     def columns(name: str) -> int:
-        weight = network.module.get_submodule(name).weight
-        assert isinstance(weight, Tensor)
-        return weight[0].numel()
+        return columns_of(network.module.get_submodule(name))
 
     some = dict.fromkeys([*names[::-step], max(names, key=columns)])
     return {name: found[name] for name in some}

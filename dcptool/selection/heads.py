@@ -14,7 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcptool.training.angular import ANNEALING, Annealing, angular_logits, check_targets, settle
+from dcptool.training.dist import SINGLE, Dist
 from dcptool.training.losses import Loss, Outcome, tell_step
+
+# A head that is fitted alone: batches for the statistics of its norm, steps of the solver, and the
+# pull towards zero without which few images would be learnt by heart and their loss say nothing.
+NORM_BATCHES, HEAD_STEPS, HEAD_DECAY = 4, 200, 1e-3
 
 
 class Head(nn.Module):
@@ -196,6 +201,79 @@ def with_head_losses(own: Loss, kind: str = "cross-entropy") -> Loss:
 
     loss.at_step = at_step  # type: ignore[attr-defined]
     return loss
+
+
+def fit_alone(
+    both: WithHead,
+    images: Sequence[Tensor],
+    labels: Sequence[Tensor],
+    tick: Callable[[], None],
+    dist: Dist = SINGLE,
+) -> None:
+    """Fit the head of an attached network to labels; the network keeps its weights.
+
+    The norm takes the statistics of the first batches, the linear layer is solved for. Every
+    process has its rows of each batch and ends with the same head.
+    """
+    head, network = both.head, both.network.eval()
+    device = head.linear.weight.device
+    with torch.no_grad():
+        _take_statistics(both, images[:NORM_BATCHES], tick, dist)
+        head.eval()
+        pooled = []
+        for batch in images:
+            tick()
+            pooled.append(head.pooled(both.seen(batch.to(device))))
+    network.zero_grad(set_to_none=True)
+    rows = _of_all(torch.cat(pooled).double(), dist)
+    wanted = _of_all(torch.cat(list(labels)).to(device).double().unsqueeze(1), dist)[:, 0].long()
+    # To the minimum and in double precision, so that the order of the rows plays no part.
+    weight, bias = (
+        torch.zeros_like(each, dtype=torch.float64, requires_grad=True)
+        for each in (head.linear.weight, head.linear.bias)
+    )
+    solver = torch.optim.LBFGS(
+        [weight, bias], max_iter=HEAD_STEPS, tolerance_grad=1e-6, line_search_fn="strong_wolfe"
+    )
+
+    def loss() -> Tensor:
+        solver.zero_grad()
+        found = F.cross_entropy(F.linear(rows, weight, bias), wanted)
+        found = found + HEAD_DECAY * weight.square().sum()
+        torch.autograd.backward(found)
+        return found
+
+    with torch.enable_grad():
+        solver.step(loss)  # type: ignore[no-untyped-call]
+    head.linear.load_state_dict({"weight": weight.detach(), "bias": bias.detach()})
+    dist.broadcast_tensors([head.linear.weight, head.linear.bias])
+
+
+def _take_statistics(
+    both: WithHead, images: Sequence[Tensor], tick: Callable[[], None], dist: Dist
+) -> None:
+    """Set the head's norm to what it would see of these images, whoever holds them."""
+    norm, sums = both.head.norm, torch.zeros(3, both.head.norm.num_features, dtype=torch.float64)
+    for batch in images:
+        tick()
+        seen = both.seen(batch.to(norm.weight.device)).double().cpu()
+        flat = seen.transpose(0, 1).flatten(1)
+        sums += torch.stack(
+            [flat.sum(1), flat.square().sum(1), torch.full_like(flat[:, 0], flat.shape[1])]
+        )
+    sums = dist.sum(sums.to(norm.weight.device))
+    mean, square = sums[:2] / sums[2]
+    norm.load_state_dict({"running_mean": mean, "running_var": square - mean**2}, strict=False)
+
+
+def _of_all(rows: Tensor, dist: Dist) -> Tensor:
+    """The rows of all processes, one process after the other."""
+    counts = torch.zeros(dist.world, dtype=torch.float64, device=rows.device)
+    counts[dist.rank] = len(rows)
+    ends = dist.sum(counts).cumsum(0).long()
+    whole = rows.new_zeros(int(ends[-1]), rows.shape[1])
+    whole[int(ends[dist.rank]) - len(rows) : int(ends[dist.rank])] = rows
+    return dist.sum(whole)
 
 
 def width_at(module: nn.Module, pivot: str, size: Sequence[int]) -> int:

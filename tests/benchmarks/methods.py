@@ -135,11 +135,11 @@ def pruned(given: argparse.Namespace, row: str, seed: int) -> tuple[nn.Module, D
             Path(scratch),
             {},
             "",
+            given.solver,
         )
-        trainer = StageTrainer(network, data, plan, [y for _, y in batches])
-        found = select(
-            network, [x for x, _ in batches], settings, fit_stage=trainer.fit_stage
-        ).network
+        images, labels = (list(part) for part in zip(*batches, strict=True))
+        trainer = StageTrainer(network, data, plan, images, labels)
+        found = select(network, images, settings, fit_stage=trainer.fit_stage).network
     seconds = time.monotonic() - began - trainer.seconds
     choosing, _ = halves(data.val)
     fresh = settle_norms(network.module, found.module, loader(chosen, 64), choosing)

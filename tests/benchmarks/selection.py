@@ -7,14 +7,14 @@
         [--network resnet20_a] [--samples 256] [--rate 0.5] [--seeds 0] [--stage-steps 50]
 
 Without --whole: the stages of `prune` with untrained heads on their pivots, nothing is trained.
-The closed form is timed over every whole stage; of the loop the group in the middle of each stage
-is run on the dense network (its first --channels), and the rest is extrapolated: each group walks
-over the samples as often as the channels that it keeps ask for, and a walk is taken to cost what it
-did for the measured one. `--solver sgd` keeps the features of a layer and walks from there to the
-pivot; the program that the authors released walks from the images to the pivot in the pruned
-network and to the layer in the dense one, each time: one such walk is timed for each stage. Seconds
-are of the processor, so that neighbours on the machine disturb them little. A network of timm has
-random weights, on which time does not depend.
+The closed form is timed over every whole stage, on those of the samples that `prune` would take; of
+the loop the group in the middle of each stage is run on the dense network (its first --channels),
+and the rest is extrapolated: each group walks over the samples as often as the channels that it
+keeps ask for, and a walk is taken to cost what it did for the measured one. `--solver sgd` keeps
+the features of a layer and walks from there to the pivot; the program that the authors released
+walks from the images to the pivot in the pruned network and to the layer in the dense one, each
+time: one such walk is timed for each stage. Seconds are of the processor, so that neighbours on the
+machine disturb them little. A network of timm has random weights, on which time does not depend.
 
 With --whole the network is pruned from end to end by each solver, in a process of its own, and
 trained with the same short fine-tune: seconds of selection, peak memory, test error before and
@@ -43,6 +43,7 @@ from dcptool.network.base import Network
 from dcptool.network.graph import build_graph
 from dcptool.selection import greedy
 from dcptool.selection.chain import run_from
+from dcptool.selection.enough import useful
 from dcptool.selection.greedy import LossAt
 from dcptool.selection.heads import new_head, summed, width_at
 from dcptool.selection.samples import share
@@ -135,6 +136,9 @@ def parts(given: argparse.Namespace) -> None:
     """Time a whole selection in closed form and one group of each stage by the loop."""
     network, batches = opened(given)
     images = [x for x, _ in batches]
+    settings = Selection(rate=Fraction(given.rate), cache_gb=given.cache_gb)
+    # What `prune` would take of so many samples.
+    taken = -(-min(given.samples, useful(network, settings)) // len(images[0]))
     dense = network.module.eval()
     size, classes = network.input.size, network.base.num_classes
     heads = []
@@ -142,11 +146,10 @@ def parts(given: argparse.Namespace) -> None:
     def with_head(module: nn.Module, pivot: str | None, *_: object) -> list[LossAt]:
         head = None if pivot is None else new_head(width_at(module.cpu(), pivot, size), classes, 0)
         heads.append(head)
-        return [summed(head, y) for _, y in batches]
+        return [summed(head, y) for _, y in batches[:taken]]
 
     spent = timed_stages()
-    settings = Selection(rate=Fraction(given.rate), cache_gb=given.cache_gb)
-    choices = select(network, images, settings, fit_stage=with_head).choices
+    choices = select(network, images[:taken], settings, fit_stage=with_head).choices
     walks = counted()
     names = "stage,groups,closed form s,loop: group,walks,s a walk,all s,released s,same channels"
     print("| " + names.replace(",", " | ") + " |")
@@ -189,7 +192,8 @@ def parts(given: argparse.Namespace) -> None:
     solved = sum(seconds for seconds, _, _ in spent)
     print(
         f"{given.network} at {given.rate}, {given.samples} samples, {torch.get_num_threads()} "
-        f"threads, processor time: closed form {solved:.1f} s (measured); --solver sgd "
+        f"threads, processor time: closed form {solved:.1f} s (measured, "
+        f"{sum(map(len, images[:taken]))} samples); --solver sgd "
         f"{looped:.0f} s (extrapolated), {looped / solved:.0f}x; as released "
         f"{released:.0f} s (extrapolated), {released / solved:.0f}x"
     )

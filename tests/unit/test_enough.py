@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import pytest
@@ -10,7 +11,8 @@ from click.testing import CliRunner
 
 from dcptool.cli.prune_command import command
 from dcptool.network import models
-from dcptool.selection.enough import enough
+from dcptool.selection.enough import FEWEST, enough, useful
+from dcptool.selection.probe import ENOUGH_ROWS
 from dcptool.selection.settings import Selection
 
 
@@ -36,3 +38,12 @@ def test_samples_is_a_count_or_auto(text: str) -> None:
     done = CliRunner().invoke(command, ["resnet18", "--rate", "0.5", "--samples", text])
     assert done.exit_code == 2
     assert "--samples" in done.output
+
+
+def test_images_of_use_are_those_that_give_every_reader_its_rows() -> None:
+    settings = Selection(rate=Fraction("0.5"), positions=128)
+    small = models.load("zoo:resnet20", pretrained=False)
+    assert useful(small, settings) == FEWEST
+    wide = models.load("timm:resnet18", pretrained=False)
+    # The second 3x3 conv of the last blocks: 512 channels and a bias at 49 positions.
+    assert useful(wide, settings) == math.ceil(ENOUGH_ROWS * (512 * 9 + 1) / 49)
