@@ -11,13 +11,12 @@ from torch import Tensor
 from dcptool import console
 from dcptool.network.base import Network
 from dcptool.pipeline.job import Job
-from dcptool.selection.enough import enough, useful
+from dcptool.selection.enough import FEWEST, enough, useful
 from dcptool.training.data import Data, samples
 from dcptool.training.dist import Dist
 from dcptool.training.loader import ImageSet, at_once, loader
 
 FEWEST_SAMPLES = 64
-MOST_SAMPLES = 4096
 # KL 0.111 -> 0.093 on ResNet-56 at rate 0.5 with 500 images; twice the time.
 MIRRORED_BELOW = 1000
 
@@ -29,14 +28,14 @@ def images_for(network: Network, data: Data, job: Job, dist: Dist) -> ImageSet:
         count = min(settings.samples, len(data.train))
         most = count if settings.solver == "sgd" else useful(network, settings)
         if count > most:
-            console.note(f"{most:,} of {count:,} samples are taken: more would not be looked at")
+            console.note(f"{most:,} of {count:,} samples are taken: more would change little")
         return samples(data, min(count, most), settings.seed)
 
     def blocks() -> Iterator[list[Tensor]]:
         seen: set[int] = set()
         count = FEWEST_SAMPLES
-        while not seen or len(seen) < min(count, MOST_SAMPLES, len(data.train)):
-            grown = samples(data, min(count, MOST_SAMPLES), settings.seed)
+        while not seen or len(seen) < min(count, FEWEST, len(data.train)):
+            grown = samples(data, min(count, FEWEST), settings.seed)
             fresh = [i for i, n in enumerate(grown.numbers.tolist()) if n not in seen]
             part = grown.subset(numpy.array(fresh), "samples")
             yield [x for x, _ in loader(part, job.batch_size, workers=job.workers)]
