@@ -11,7 +11,7 @@ from torch import Tensor
 from dcptool import console
 from dcptool.network.base import Network
 from dcptool.pipeline.job import Job
-from dcptool.selection.enough import FEWEST, enough, useful
+from dcptool.selection.enough import PLENTY, enough, useful
 from dcptool.training.data import Data, samples
 from dcptool.training.dist import Dist
 from dcptool.training.loader import ImageSet, at_once, loader
@@ -34,8 +34,8 @@ def images_for(network: Network, data: Data, job: Job, dist: Dist) -> ImageSet:
     def blocks() -> Iterator[list[Tensor]]:
         seen: set[int] = set()
         count = FEWEST_SAMPLES
-        while not seen or len(seen) < min(count, FEWEST, len(data.train)):
-            grown = samples(data, min(count, FEWEST), settings.seed)
+        while not seen or len(seen) < min(count, PLENTY, len(data.train)):
+            grown = samples(data, min(count, PLENTY), settings.seed)
             fresh = [i for i, n in enumerate(grown.numbers.tolist()) if n not in seen]
             part = grown.subset(numpy.array(fresh), "samples")
             yield [x for x, _ in loader(part, job.batch_size, workers=job.workers)]

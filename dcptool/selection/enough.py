@@ -26,9 +26,10 @@ from dcptool.selection.settings import Selection
 from dcptool.selection.stage import Stage
 from dcptool.selection.store import Room
 
-# Images below which none are left out, whatever the rows: those of one image are alike. ResNet-56 at
-# rate 0.7, test images right: 84.3 % with 512, 85.8 with 2,048, 86.1 with 4,096, 86.2 with 16,384.
-FEWEST = 4096
+# Images below which none are left out, whatever the rows: those of one image are alike. KL from the
+# dense network on images not used, ResNet-56 at rate 0.7: 0.496 with 512, 0.427 with 2,048, 0.421
+# with 4,096, 0.392 with 16,384.
+PLENTY = 4096
 LAYERS = 4
 # Error on unseen images over error on seen ones.
 CLOSE = 1.1
@@ -44,7 +45,7 @@ def useful(network: Network, settings: Selection) -> int:
         for group in settings.groups(graph)
         for name in group.consumers
     ]
-    return max(FEWEST, math.ceil(max(needed, default=0)))
+    return max(PLENTY, math.ceil(max(needed, default=0)))
 
 
 def enough(

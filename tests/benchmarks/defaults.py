@@ -1,18 +1,28 @@
 """What each default of `prune` and `finetune` is worth: one change at a time, on held-out images.
 
-    python tests/benchmarks/defaults.py CIFAR_DIR WEIGHTS_DIR RESULTS.jsonl [--network resnet56_a]
-        [--share 1/3] [--updates 300] [--seeds 0,1] [--batch-size 32] [--only "as it is,lr 0.01"]
+    python tests/benchmarks/defaults.py CIFAR_DIR WEIGHTS_DIR RESULTS.jsonl [--network resnet20_a]
+        [--share 1/3] [--updates 300] [--seeds 0,1,2] [--batch-size 32] [--only "as it is,lr 0.01"]
 
-Accuracy is on the 5,000 training images that take no part in pruning and training; test images are
-not looked at. Updates are the same in every row, those before and between cuts included. Appends
-a line for each run to RESULTS.jsonl and leaves out what is there, then prints the table.
+CIFAR_DIR has train, val and test; accuracy is on val, and test images are not looked at. The dense
+network must not have seen val: WEIGHTS_DIR/cifar10_NETWORK.safetensors is model.safetensors of
+`dcptool finetune zoo:resnet20_a --no-pretrained --data-dir CIFAR_DIR --epochs 12 --lr 0.15
+-b 128 --weight-decay 5e-4`. (On images that the dense network was fitted to, what is solved for
+keeps answers that were learnt by heart, and any training looks harmful.)
+
+Updates are the same in every row, those before and between cuts included. Appends a line for each
+run to RESULTS.jsonl and leaves out what is there, then prints the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import fnmatch
+import json
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -21,12 +31,19 @@ from typing import Any
 import numpy as np
 from methods import right_of
 from peers import Bench, uniform
+from torch import Tensor, nn
 
 import dcptool
 from dcptool import console
+from dcptool.network.graph import build_graph
+from dcptool.pipeline import stage_training
+from dcptool.selection.heads import WithHead, WithHeads, with_head_losses
+from dcptool.training.losses import Loss, Outcome, distill
 
 # prune: options of `dcptool prune`; train: those of the fine-tune; stages: updates before the
-# stages of pruning; steps: shares of dense MACs on the way, each with its part of the updates.
+# stages of pruning; steps: shares of dense MACs on the way, each with its part of the updates;
+# order: parts of the network that are cut one after the other, each with its part of the updates;
+# features: what the teacher's maps at the pivots count beside its scores.
 ROWS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "lr 0.001": {"train": {"lr": 0.001}},
@@ -37,18 +54,26 @@ ROWS: dict[str, dict[str, Any]] = {
     "norms in eval mode": {"train": {"norms": "eval"}},
     "no distillation": {"train": {"kd": 0.0}},
     "distillation alone": {"train": {"kd": 1.0}},
-    "distillation alone, temperature 4": {"train": {"kd": 1.0, "temperature": 4.0}},
     "distillation 0.9, temperature 4": {"train": {"kd": 0.9, "temperature": 4.0}},
+    "distillation alone, temperature 4": {"train": {"kd": 1.0, "temperature": 4.0}},
+    "features at the pivots, too": {"features": 1.0},
+    "weights averaged (0.98)": {"train": {"ema": 0.98}},
     "one rate for all groups": {"prune": {"target_macs": None}},
     "exact widths": {"prune": {"round_to": "1"}},
     "a third of the updates in stages": {"stages": Fraction(1, 3)},
+    "the same, both losses from one forward": {"stages": Fraction(1, 3), "joint": True},
     "the same, lambda 0": {"stages": Fraction(1, 3), "prune": {"lambda": 0.0}},
     "the same, one extra loss": {"stages": Fraction(1, 3), "prune": {"losses": 1}},
+    "heads fitted alone, lambda 1": {"prune": {"training": True}},
     "two cuts": {"steps": [Fraction(3, 5)]},
     "three cuts": {"steps": [Fraction(7, 10), Fraction(1, 2)]},
+    "last layers first, in three cuts": {"order": ["layer3.*", "layer2.*", "layer1.*"]},
+    "first layers first, in three cuts": {"order": ["layer1.*", "layer2.*", "layer3.*"]},
     "2,048 samples": {"prune": {"samples": "2048"}},
     "two sweeps": {"prune": {"sweeps": 2}},
 }
+# Extra losses of a network of 20 layers.
+LOSSES = 2
 # Both losses of a stage are an update each.
 LOSSES_OF_A_STAGE = 2
 
@@ -59,10 +84,10 @@ def main() -> None:
     parser.add_argument("cifar", type=Path)
     parser.add_argument("weights", type=Path)
     parser.add_argument("results", type=Path)
-    parser.add_argument("--network", default="resnet56_a")
+    parser.add_argument("--network", default="resnet20_a")
     parser.add_argument("--share", default="1/3")
     parser.add_argument("--updates", type=int, default=300)
-    parser.add_argument("--seeds", default="0,1")
+    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--only", default=",".join(ROWS).replace(", ", "; "))
     given = parser.parse_args()
@@ -84,44 +109,113 @@ def run(bench: Bench, change: dict[str, Any], seed: int) -> dict:
     dense, data = bench.open(seed)
     share, left = Fraction(given.share), given.updates
     rate, macs = uniform(dense, share)
-    prune = {"target_macs": macs, **change.get("prune", {})}
+    prune = {"target_macs": macs, "training": False, **change.get("prune", {})}
     if prune["target_macs"] is None:
         prune = {**prune, "rate": str(float(rate)), "round_to": "1"}
     if "stages" in change:
-        stages = prune.get("losses", 3) + 1
-        steps = round(given.updates * change["stages"] / (stages * LOSSES_OF_A_STAGE))
+        stages = prune.get("losses", LOSSES) + 1
+        each = 1 if change.get("joint") else LOSSES_OF_A_STAGE
         # The last stage has the network's own loss alone.
-        left -= steps * (stages * LOSSES_OF_A_STAGE - 1)
-        prune |= {"stage_steps": steps, "batch_size": given.batch_size}
-    else:
-        prune["training"] = False
+        steps = round(given.updates * change["stages"] / (stages * each))
+        left -= steps * ((stages - 1) * each + 1)
+        prune |= {"stage_steps": steps, "batch_size": given.batch_size, "training": True}
     began = time.monotonic()
-    cuts = [*[{**prune, "target_macs": int(s * whole(dense))} for s in change.get("steps", [])]]
+    cuts = [{**prune, "target_macs": int(s * whole(dense))} for s in change.get("steps", [])]
     cuts.append(prune)
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        joined() if change.get("joint") else nullcontext(),
+    ):
+        cuts = in_order(bench, change["order"], prune, seed, folder) if "order" in change else cuts
         target: str | Path = f"zoo:{given.network}"
         for number, options in enumerate(cuts):
             place = Path(folder) / f"cut{number}"
             common = {"data_dir": given.cifar, "seed": seed, "output": place}
             if number == 0:
                 common["checkpoint"] = bench.file
-            dcptool.prune(target, **common, **options)
-            slim = dcptool.load(place)
+            slim = once_cut(target, {**common, **options}, is_kept=len(cuts) == 1)
             start = right_of(slim, data.val).mean()
             updates = left // len(cuts)
             train = {"lr": 0.005, **change.get("train", {})}
-            kept = {k: v.clone() for k, v in slim.state_dict().items()}
-            bench.train(slim, data, dense.module, updates, seed=seed, **train)
+            if "features" in change:
+                train["loss"] = with_features(slim, dense.module, change["features"])
+            bench.train(slim, data, bench.teacher(dense, seed), updates, seed=seed, **train)
             end = right_of(slim, data.val).mean()
             if number + 1 < len(cuts):
                 target = store(slim, place, Path(folder) / f"trained{number}")
-            elif end < start:
-                slim.load_state_dict(kept)
     return {
         "start": round(100 * float(start), 2),
-        "val": round(100 * float(max(start, end)), 2),
+        "val": round(100 * float(end), 2),
         "seconds": round(time.monotonic() - began, 1),
     }
+
+
+CUTS: dict[str, Any] = {}
+
+
+def once_cut(target: str | Path, options: dict[str, Any], *, is_kept: bool) -> Any:
+    """The slim network of some options; rows that differ in training alone share it."""
+    key = str({k: v for k, v in options.items() if k != "output"})
+    if key not in CUTS or not is_kept:
+        dcptool.prune(target, **options)
+        CUTS[key] = dcptool.load(options["output"])
+    return copy.deepcopy(CUTS[key])
+
+
+def in_order(
+    bench: Bench, parts: list[str], prune: dict[str, Any], seed: int, folder: str
+) -> list[dict[str, Any]]:
+    """The widths of a budget as plans for parts of the network, one after the other."""
+    common = {"data_dir": bench.given.cifar, "seed": seed, "checkpoint": bench.file}
+    place = Path(folder) / "whole"
+    found = dcptool.prune(f"zoo:{bench.given.network}", output=place, **common, **prune)["kept"]
+    plans = []
+    for number, part in enumerate(parts):
+        here = {name: {"keep": n} for name, n in found.items() if fnmatch.fnmatch(name, part)}
+        file = Path(folder) / f"plan{number}.json"
+        file.write_text(json.dumps({"dcptool_plan": 1, "groups": here}))
+        plans.append({"plan": file, "training": False})
+    return plans
+
+
+def with_features(slim: nn.Module, dense: nn.Module, weight: float) -> Loss:
+    """Distillation of scores and of the maps at the pivots, as shares of the teacher's energy."""
+    plain = distill(dense)
+    pivots = build_graph(dense, (3, 32, 32)).structure.pivots(LOSSES)
+    seen: dict[tuple[int, str], Tensor] = {}
+    for number, module in enumerate((slim, dense)):
+        for name in pivots:
+            module.get_submodule(name).register_forward_hook(
+                lambda _m, _i, out, key=(number, name): seen.__setitem__(key, out)
+            )
+
+    def loss(model: nn.Module, images: Tensor, targets: Tensor) -> Outcome:
+        outcome = plain(model, images, targets)
+        total = outcome.loss
+        for name in pivots:
+            wanted = seen[1, name].detach()
+            total = total + weight * (seen[0, name] - wanted).square().mean() / wanted.var()
+        return Outcome(total, outcome.scores)
+
+    return loss
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """Train stages by both losses at once, from one forward."""
+    plain = stage_training.fit
+
+    def fit(model: nn.Module, batches: Any, losses: Any, *rest: Any) -> Any:
+        if not isinstance(model, WithHead):
+            return plain(model, batches, losses, *rest)
+        with WithHeads(model.network, {model._pivot: model.head}).attached() as both:
+            return plain(both, batches, [with_head_losses(losses[1])], *rest)
+
+    stage_training.fit = fit
+    try:
+        yield
+    finally:
+        stage_training.fit = plain
 
 
 def whole(dense: Any) -> int:

@@ -25,7 +25,7 @@ import time
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from methods import right_of
@@ -44,7 +44,7 @@ from dcptool.selection.widths import at_rate, macs_of
 from dcptool.training.data import Data, DataSpec, open_data, samples
 from dcptool.training.loader import loader
 from dcptool.training.loop import Run, fit
-from dcptool.training.losses import cross_entropy, distill
+from dcptool.training.losses import Loss, cross_entropy, distill
 from dcptool.training.settings import LR_TRAINED, Training
 
 OURS = "dcptool"
@@ -138,7 +138,7 @@ class Bench:
         dense, data = self.open(key["seed"])
         slim, start, cut_s = self.start(dense, data, key["row"], key["share"], key["seed"])
         trained = copy.deepcopy(slim)
-        teacher = self.teachers.setdefault(key["seed"], Remembered(dense.module))
+        teacher = self.teacher(dense, key["seed"])
         began = time.monotonic()
         self.train(
             trained, data, teacher if key["kd"] else None, key["updates"], key["lr"], key["seed"]
@@ -157,6 +157,10 @@ class Bench:
             "kept": "end" if last is trained else "start",
             "right": packed(right),
         }
+
+    def teacher(self, dense: Network, seed: int) -> Remembered:
+        """The dense network, remembering its answers to the batches of a seed."""
+        return self.teachers.setdefault(seed, Remembered(dense.module))
 
     def start(self, dense: Network, data: Data, row: str, share: str, seed: int) -> Cut:
         """A cut network before training; the same one for every way to train it."""
@@ -205,18 +209,25 @@ class Bench:
         updates: int,
         lr: float,
         seed: int,
-        norms: str = "train",
-        kd: float = 0.5,
-        temperature: float = 2.0,
+        loss: Loss | None = None,
+        **options: Any,
     ) -> None:
-        """The loop of `finetune` with its defaults."""
+        """The loop of `finetune` with its defaults, but for these options."""
+        options = {"norms": "train", "ema": None, "kd": 0.5, "temperature": 2.0, **options}
         training = Training(steps=updates, lr=lr, batch_size=self.given.batch_size)
         batches = loader(data.train, training.images_per_step, train=True, seed=seed)
-        loss = cross_entropy()
-        if teacher is not None and kd:
-            loss = distill(teacher, weight=kd, temperature=temperature)
+        if loss is None:
+            loss = cross_entropy()
+            if teacher is not None and options["kd"]:
+                loss = distill(teacher, weight=options["kd"], temperature=options["temperature"])
         schedule = training.schedule(len(batches), fresh=False)
-        run = Run(optimizer=training.optimizer, seed=seed, channels_last="on", norms=norms)
+        run = Run(
+            optimizer=training.optimizer,
+            seed=seed,
+            channels_last="on",
+            norms=options["norms"],
+            ema_decay=options["ema"],
+        )
         fit(module, batches, [loss], schedule, run)
 
 

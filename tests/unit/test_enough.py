@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from dcptool.cli.prune_command import command
 from dcptool.network import models
-from dcptool.selection.enough import FEWEST, enough, useful
+from dcptool.selection.enough import PLENTY, enough, useful
 from dcptool.selection.probe import ENOUGH_ROWS
 from dcptool.selection.settings import Selection
 
@@ -43,7 +43,7 @@ def test_samples_is_a_count_or_auto(text: str) -> None:
 def test_images_of_use_are_those_that_give_every_reader_its_rows() -> None:
     settings = Selection(rate=Fraction("0.5"), positions=128)
     small = models.load("zoo:resnet20", pretrained=False)
-    assert useful(small, settings) == FEWEST
+    assert useful(small, settings) == PLENTY
     wide = models.load("timm:resnet18", pretrained=False)
     # The second 3x3 conv of the last blocks: 512 channels and a bias at 49 positions.
     assert useful(wide, settings) == math.ceil(ENOUGH_ROWS * (512 * 9 + 1) / 49)
