@@ -72,8 +72,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "2,048 samples": {"prune": {"samples": "2048"}},
     "two sweeps": {"prune": {"sweeps": 2}},
 }
-# Extra losses of a network of 20 layers.
-LOSSES = 2
+# Extra losses of ResNet-20 by default.
+LOSSES = 3
 # Both losses of a stage are an update each.
 LOSSES_OF_A_STAGE = 2
 

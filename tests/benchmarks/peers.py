@@ -112,6 +112,7 @@ class Bench:
         self.seeds = [int(seed) for seed in given.seeds.split(",")]
         self.cuts: dict[tuple[str, str, int], Cut] = {}
         self.teachers: dict[int, Remembered] = {}
+        self.data: dict[int, Data] = {}
 
     def row(self, row: str, share: str, updates: int, kd: bool) -> None:
         """Every seed of one row; the first one finds the learning rate."""
@@ -173,9 +174,12 @@ class Bench:
         return self.cuts[key]
 
     def open(self, seed: int) -> tuple[Network, Data]:
-        """The dense network and its images."""
+        """The dense network and its images, which are read once."""
         network = models.load(f"zoo:{self.given.network}", checkpoint=self.file)
-        data = open_data(DataSpec(data_dir=self.given.cifar, seed=seed), network)
+        if seed not in self.data:
+            spec = DataSpec(data_dir=self.given.cifar, seed=seed)
+            self.data[seed] = open_data(spec, network)
+        data = self.data[seed]
         network.input = data.input
         network.module.eval()
         return network, data
