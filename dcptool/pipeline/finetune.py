@@ -1,8 +1,9 @@
 """Fine-tune a network and publish the result as a new artifact.
 
-The best weights by val win, and those it started from are among the candidates, so a
-fine-tune that does harm changes nothing. Test only reports. Without labels the teacher's answers
-are the right ones, on images of which one half chooses and the other reports.
+The best weights by val win, and those it started from are among the candidates, so a fine-tune that
+does harm changes nothing; but where val was taken out of train and the dense network has learnt
+from it before, it cannot choose, and the last weights stay. Test only reports. Without labels the
+teacher's answers are the right ones, on images of which one half chooses and the other reports.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from dcptool.training.checkpoint import Checkpoints, digest_of
 from dcptool.training.data import Data
 from dcptool.training.dist import SINGLE, Dist
 from dcptool.training.evaluate import Accuracy, Predictor, evaluate, predictor
+from dcptool.training.familiar import knows_held_out
 from dcptool.training.loader import Batches, ImageSet, loader
 from dcptool.training.loop import Fitted, Run, fit
 from dcptool.training.losses import Loss, cross_entropy, distill, with_sparsity
@@ -178,6 +180,17 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         return found
 
     before, agreed_before = report("accuracy before"), agreement()
+    is_known = not job.fresh and knows_held_out(
+        module if job.distillation is None else job.distillation.teacher.to(job.device),
+        data,
+        seed=job.seed,
+        workers=job.workers,
+        device=job.device,
+        amp=job.amp,
+        dist=dist,
+    )
+    if is_known:
+        console.note("the images held out of train were learnt from before: the last weights stay")
     batches = loader(
         data.train,
         job.training.images_per_step,
@@ -205,6 +218,7 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         validate=validate if data.labelled or job.distillation is not None else None,
         validate_first=True,
         prefer=by_top1 if data.labelled else by_divergence,
+        keep_best=not is_known,
         checkpoints=Checkpoints(folder / CHECKPOINTS, fingerprint, job.training.save_every),
         metrics=Metrics(folder, trackers),
         log_every=job.training.log_interval,
@@ -217,7 +231,7 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
     module.cpu()
     gates = _gates(job, after, data)
     if dist.is_writer:
-        _publish(network, data, job, folder, before, after, fitted)
+        _publish(network, data, job, folder, before, after, fitted, is_known=is_known)
     dist.barrier()
     agreed = (agreed_before, agreed_after) if agreed_before and agreed_after else None
     return Finetuned(folder, before, after, fitted, time.monotonic() - started, gates, agreed)
@@ -327,6 +341,8 @@ def _publish(
     before: Accuracy | None,
     after: Accuracy | None,
     fitted: Fitted,
+    *,
+    is_known: bool,
 ) -> None:
     counted = cost.count(network.module, network.input.size)
     lineage = {
@@ -337,6 +353,7 @@ def _publish(
             "steps": fitted.steps,
             "channels_last": fitted.channels_last,
             "distilled": job.distillation is not None,
+            "kept": "last" if is_known else "best",
             "ended_by": fitted.ended_by,
             "threads": torch.get_num_threads(),
         },
