@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 import dcptool
 from dcptool import console
+from dcptool.errors import GateFailed
 from dcptool.network.graph import build_graph
 from dcptool.pipeline import stage_training
 from dcptool.selection.heads import WithHead, WithHeads, with_head_losses
@@ -139,7 +140,10 @@ def run(bench: Bench, change: dict[str, Any], seed: int) -> dict:
             train = {"lr": 0.005, **change.get("train", {})}
             if "features" in change:
                 train["loss"] = with_features(slim, dense.module, change["features"])
-            bench.train(slim, data, bench.teacher(dense, seed), updates, seed=seed, **train)
+            try:
+                bench.train(slim, data, bench.teacher(dense, seed), updates, seed=seed, **train)
+            except GateFailed as err:
+                return {"start": round(100 * float(start), 2), "val": None, "why": err.message}
             end = right_of(slim, data.val).mean()
             if number + 1 < len(cuts):
                 target = store(slim, place, Path(folder) / f"trained{number}")
@@ -244,6 +248,9 @@ def table(lines: list[dict]) -> None:
     for row in ROWS:
         found = [x for x in lines if x["row"] == row]
         if not found:
+            continue
+        if any(x["val"] is None for x in found):
+            print(f"| {row} | {found[0]['start']:.2f} | diverged | | {len(found)} |")
             continue
         gains = [x["val"] - base[x["seed"]] for x in found if x["seed"] in base]
         gain = f"{np.mean(gains):+.2f}" if gains and row != "as it is" else ""
