@@ -66,7 +66,8 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int | None:
     """Train a slim network and keep the best weights by the validation images.
 
     Without a target the newest run is taken; without data the built-in digits are used. The
-    result is a new artifact in a run folder of its own.
+    result is a new artifact in a run folder of its own. Where the validation images were taken
+    out of train and the dense network has learnt from them before, the last weights stay.
 
     \b
         dcptool finetune --data-dir photos --epochs 20
