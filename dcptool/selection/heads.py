@@ -215,7 +215,8 @@ def fit_alone(
     The norm takes the statistics of the first batches, the linear layer is solved for. Every
     process has its rows of each batch and ends with the same head.
     """
-    head, network = both.head, both.network.eval()
+    head = both.head
+    both.network.eval()
     device = head.linear.weight.device
     with torch.no_grad():
         _take_statistics(both, images[:NORM_BATCHES], tick, dist)
@@ -224,7 +225,6 @@ def fit_alone(
         for batch in images:
             tick()
             pooled.append(head.pooled(both.seen(batch.to(device))))
-    network.zero_grad(set_to_none=True)
     rows = _of_all(torch.cat(pooled).double(), dist)
     wanted = _of_all(torch.cat(list(labels)).to(device).double().unsqueeze(1), dist)[:, 0].long()
     # To the minimum and in double precision, so that the order of the rows plays no part.
@@ -233,7 +233,11 @@ def fit_alone(
         for each in (head.linear.weight, head.linear.bias)
     )
     solver = torch.optim.LBFGS(
-        [weight, bias], max_iter=HEAD_STEPS, tolerance_grad=1e-6, line_search_fn="strong_wolfe"
+        [weight, bias],
+        max_iter=HEAD_STEPS,
+        tolerance_grad=1e-6,
+        history_size=10,
+        line_search_fn="strong_wolfe",
     )
 
     def loss() -> Tensor:
@@ -253,16 +257,16 @@ def _take_statistics(
     both: WithHead, images: Sequence[Tensor], tick: Callable[[], None], dist: Dist
 ) -> None:
     """Set the head's norm to what it would see of these images, whoever holds them."""
-    norm, sums = both.head.norm, torch.zeros(3, both.head.norm.num_features, dtype=torch.float64)
+    norm = both.head.norm
+    sums = torch.zeros(3, norm.num_features, dtype=torch.float64, device=norm.weight.device)
     for batch in images:
         tick()
-        seen = both.seen(batch.to(norm.weight.device)).double().cpu()
-        flat = seen.transpose(0, 1).flatten(1)
-        sums += torch.stack(
-            [flat.sum(1), flat.square().sum(1), torch.full_like(flat[:, 0], flat.shape[1])]
-        )
-    sums = dist.sum(sums.to(norm.weight.device))
-    mean, square = sums[:2] / sums[2]
+        seen = both.seen(batch.to(sums.device))
+        others = [dim for dim in range(seen.dim()) if dim != 1]
+        sums[0] += seen.sum(others, dtype=torch.float64)
+        sums[1] += seen.square().sum(others, dtype=torch.float64)
+        sums[2] += seen.numel() / seen.shape[1]
+    mean, square = (dist.sum(sums) / sums[2])[:2]
     norm.load_state_dict({"running_mean": mean, "running_var": square - mean**2}, strict=False)
 
 
