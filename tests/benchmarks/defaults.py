@@ -58,6 +58,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "distillation 0.9, temperature 4": {"train": {"kd": 0.9, "temperature": 4.0}},
     "distillation alone, temperature 4": {"train": {"kd": 1.0, "temperature": 4.0}},
     "features at the pivots, too": {"features": 1.0},
+    "features count 5": {"features": 5.0},
+    "features, lr 0.01": {"features": 1.0, "train": {"lr": 0.01}},
+    "features, distillation alone": {"features": 1.0, "train": {"kd": 1.0}},
+    "features count 5, distillation alone": {"features": 5.0, "train": {"kd": 1.0}},
     "weights averaged (0.98)": {"train": {"ema": 0.98}},
     "one rate for all groups": {"prune": {"target_macs": None}},
     "exact widths": {"prune": {"round_to": "1"}},
@@ -139,7 +143,8 @@ def run(bench: Bench, change: dict[str, Any], seed: int) -> dict:
             updates = left // len(cuts)
             train = {"lr": 0.005, **change.get("train", {})}
             if "features" in change:
-                train["loss"] = with_features(slim, dense.module, change["features"])
+                kd = train.get("kd", 0.5)
+                train["loss"] = with_features(slim, dense.module, change["features"], kd)
             try:
                 bench.train(slim, data, bench.teacher(dense, seed), updates, seed=seed, **train)
             except GateFailed as err:
@@ -182,9 +187,9 @@ def in_order(
     return plans
 
 
-def with_features(slim: nn.Module, dense: nn.Module, weight: float) -> Loss:
+def with_features(slim: nn.Module, dense: nn.Module, weight: float, kd: float) -> Loss:
     """Distillation of scores and of the maps at the pivots, as shares of the teacher's energy."""
-    plain = distill(dense)
+    plain = distill(dense, weight=kd)
     pivots = build_graph(dense, (3, 32, 32)).structure.pivots(LOSSES)
     seen: dict[tuple[int, str], Tensor] = {}
     for number, module in enumerate((slim, dense)):
