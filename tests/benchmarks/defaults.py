@@ -31,20 +31,17 @@ from typing import Any
 import numpy as np
 from methods import right_of
 from peers import Bench, uniform
-from torch import Tensor, nn
+from torch import nn
 
 import dcptool
 from dcptool import console
 from dcptool.errors import GateFailed
-from dcptool.network.graph import build_graph
 from dcptool.pipeline import stage_training
 from dcptool.selection.heads import WithHead, WithHeads, with_head_losses
-from dcptool.training.losses import Loss, Outcome, distill
 
 # prune: options of `dcptool prune`; train: those of the fine-tune; stages: updates before the
 # stages of pruning; steps: shares of dense MACs on the way, each with its part of the updates;
-# order: parts of the network that are cut one after the other, each with its part of the updates;
-# features: what the teacher's maps at the pivots count beside its scores.
+# order: parts of the network that are cut one after the other, each with its part of the updates.
 ROWS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "lr 0.001": {"train": {"lr": 0.001}},
@@ -57,11 +54,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "distillation alone": {"train": {"kd": 1.0}},
     "distillation 0.9, temperature 4": {"train": {"kd": 0.9, "temperature": 4.0}},
     "distillation alone, temperature 4": {"train": {"kd": 1.0, "temperature": 4.0}},
-    "features at the pivots, too": {"features": 1.0},
-    "features count 5": {"features": 5.0},
-    "features, lr 0.01": {"features": 1.0, "train": {"lr": 0.01}},
-    "features, distillation alone": {"features": 1.0, "train": {"kd": 1.0}},
-    "features count 5, distillation alone": {"features": 5.0, "train": {"kd": 1.0}},
+    "maps 1": {"train": {"maps": 1.0}},
+    "maps 5": {"train": {"maps": 5.0}},
+    "maps 20": {"train": {"maps": 20.0}},
+    "maps 100": {"train": {"maps": 100.0}},
+    "maps 20, lr 0.002": {"train": {"maps": 20.0, "lr": 0.002}},
+    "maps 20, lr 0.01": {"train": {"maps": 20.0, "lr": 0.01}},
+    "maps 20, distillation alone": {"train": {"maps": 20.0, "kd": 1.0}},
     "weights averaged (0.98)": {"train": {"ema": 0.98}},
     "one rate for all groups": {"prune": {"target_macs": None}},
     "exact widths": {"prune": {"round_to": "1"}},
@@ -142,9 +141,6 @@ def run(bench: Bench, change: dict[str, Any], seed: int) -> dict:
             start = right_of(slim, data.val).mean()
             updates = left // len(cuts)
             train = {"lr": 0.005, **change.get("train", {})}
-            if "features" in change:
-                kd = train.get("kd", 0.5)
-                train["loss"] = with_features(slim, dense.module, change["features"], kd)
             try:
                 bench.train(slim, data, bench.teacher(dense, seed), updates, seed=seed, **train)
             except GateFailed as err:
@@ -185,28 +181,6 @@ def in_order(
         file.write_text(json.dumps({"dcptool_plan": 1, "groups": here}))
         plans.append({"plan": file, "training": False})
     return plans
-
-
-def with_features(slim: nn.Module, dense: nn.Module, weight: float, kd: float) -> Loss:
-    """Distillation of scores and of the maps at the pivots, as shares of the teacher's energy."""
-    plain = distill(dense, weight=kd)
-    pivots = build_graph(dense, (3, 32, 32)).structure.pivots(LOSSES)
-    seen: dict[tuple[int, str], Tensor] = {}
-    for number, module in enumerate((slim, dense)):
-        for name in pivots:
-            module.get_submodule(name).register_forward_hook(
-                lambda _m, _i, out, key=(number, name): seen.__setitem__(key, out)
-            )
-
-    def loss(model: nn.Module, images: Tensor, targets: Tensor) -> Outcome:
-        outcome = plain(model, images, targets)
-        total = outcome.loss
-        for name in pivots:
-            wanted = seen[1, name].detach()
-            total = total + weight * (seen[0, name] - wanted).square().mean() / wanted.var()
-        return Outcome(total, outcome.scores)
-
-    return loss
 
 
 @contextmanager
