@@ -45,6 +45,13 @@ RESULT_FILE = "result.json"
 )
 @click.option("--kd-weight", type=FiniteRange(0, 1), default=0.5, help="The teacher's share.")
 @click.option("--kd-temperature", type=FiniteRange(0, min_open=True), default=2.0, help="Softness.")
+@click.option(
+    "--kd-maps",
+    type=FiniteRange(0),
+    default=20.0,
+    show_default=True,
+    help="What the dense network's maps between blocks count, where it teaches a slim one.",
+)
 @click.option("--reestimate-norms", is_flag=True, help="Measure batch-norm statistics first.")
 @click.option("--min-top1", type=FiniteRange(0, 100), help="Fail (exit 4) below this top-1.")
 @click.option(
@@ -162,8 +169,10 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
         fresh = options["reset_head"] or network.weights.startswith("random")
         taught = None
         if teacher is not None:
+            is_dense = bool(network.cuts) and teacher.base == network.base
+            maps = options["kd_maps"] if is_dense else 0.0
             taught = pipeline.Distillation(
-                teacher.module, options["kd_weight"], options["kd_temperature"]
+                teacher.module, options["kd_weight"], options["kd_temperature"], maps
             )
         result = pipeline.finetune(
             network,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from dcptool.training.familiar import knows_held_out
 from dcptool.training.loader import Batches, ImageSet, loader
 from dcptool.training.loop import Fitted, Run, fit
 from dcptool.training.losses import Loss, cross_entropy, distill, with_sparsity
+from dcptool.training.maps import seen_at, shared_pivots, with_maps
 from dcptool.training.metrics import Metrics, open_trackers
 from dcptool.training.norms import reestimate_norms
 from dcptool.training.run import by_divergence, by_top1
@@ -46,11 +47,12 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class Distillation:
-    """Who teaches, and how much it counts."""
+    """Who teaches, how much its scores count, and how much the maps that both networks have."""
 
     teacher: nn.Module
     weight: float = 0.5
     temperature: float = 2.0
+    maps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -247,19 +249,24 @@ def _fit(
     dist: Dist,
 ) -> Fitted:
     """Train by the losses that are asked for: the network's own, and those of extra heads."""
-    training = job.training
-    loss = _loss(data, job)
-    if training.sparsity:
-        loss = with_sparsity(loss, training.sparsity)
-    if not training.extra_losses:
-        return fit(module, batches, [loss], schedule, run, dist)
-    structure = build_graph(module, data.input.size).structure
-    module.cpu()
-    heads = {
-        pivot: new_head(width_at(module, pivot, data.input.size), len(data.classes), number)
-        for number, pivot in enumerate(structure.pivots(training.extra_losses))
-    }
-    with WithHeads(module, heads).attached() as both:
+    training, taught, loss = job.training, job.distillation, _loss(data, job)
+    with ExitStack() as stack:
+        if taught is not None and taught.maps:
+            names = shared_pivots(module, taught.teacher, data.input.size)
+            given = stack.enter_context(seen_at(module, names))
+            wanted = stack.enter_context(seen_at(taught.teacher.to(job.device), names))
+            loss = with_maps(loss, given, wanted, taught.maps)
+        if training.sparsity:
+            loss = with_sparsity(loss, training.sparsity)
+        if not training.extra_losses:
+            return fit(module, batches, [loss], schedule, run, dist)
+        structure = build_graph(module, data.input.size).structure
+        module.cpu()
+        heads = {
+            pivot: new_head(width_at(module, pivot, data.input.size), len(data.classes), number)
+            for number, pivot in enumerate(structure.pivots(training.extra_losses))
+        }
+        both = stack.enter_context(WithHeads(module, heads).attached())
         summed = with_head_losses(loss, training.head_loss)
         return fit(both.to(job.device), batches, [summed], schedule, run, dist)
 
@@ -309,7 +316,8 @@ def _fingerprint(network: Network, data: Data, job: Job, dist: Dist) -> dict[str
         "model": f"{network.base} {digest_of(network.module.state_dict())}",
         "teacher": "none"
         if taught is None
-        else f"{digest_of(taught.teacher.state_dict())} {taught.weight} {taught.temperature}",
+        else f"{digest_of(taught.teacher.state_dict())} {taught.weight} {taught.temperature} "
+        f"{taught.maps}",
         "data": f"{data.source} {data.digest[:16]}",
         "data.split": f"{len(data.train)} / {len(data.val)}",
         "input": str(data.input),

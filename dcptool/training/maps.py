@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from dcptool.network.graph import build_graph
 from dcptool.training.losses import Loss, Outcome, tell_step
 
 
@@ -34,17 +35,15 @@ def seen_at(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tenso
             hook.remove()  # type: ignore[attr-defined]
 
 
-def alike(
-    one: nn.Module, other: nn.Module, names: Sequence[str], size: Sequence[int]
-) -> tuple[str, ...]:
-    """Those of the modules that give maps of one shape in both networks."""
-    known = {name for name, _ in other.named_modules()}
-    there = [name for name in names if name in known]
+def shared_pivots(module: nn.Module, teacher: nn.Module, size: tuple[int, ...]) -> tuple[str, ...]:
+    """Where losses of the network would go and both networks give maps of one shape."""
+    structure = build_graph(module.cpu(), size).structure
+    names = structure.pivots(structure.default_losses())
     image = torch.zeros(1, *size)
-    with torch.no_grad(), seen_at(one, there) as mine, seen_at(other, there) as theirs:
-        for module in (one, other):
-            module.cpu().eval()(image)
-    return tuple(name for name in there if mine[name].shape == theirs[name].shape)
+    with torch.no_grad(), seen_at(module, names) as mine, seen_at(teacher, names) as theirs:
+        for network in (module, teacher):
+            network.cpu().eval()(image)
+    return tuple(name for name in names if mine[name].shape == theirs[name].shape)
 
 
 def with_maps(

@@ -46,7 +46,7 @@ from dcptool.training.data import Data, DataSpec, open_data, samples
 from dcptool.training.loader import loader
 from dcptool.training.loop import Run, fit
 from dcptool.training.losses import cross_entropy, distill
-from dcptool.training.maps import alike, seen_at, with_maps
+from dcptool.training.maps import seen_at, shared_pivots, with_maps
 from dcptool.training.settings import LR_TRAINED, Training
 
 OURS = "dcptool"
@@ -252,10 +252,7 @@ class Bench:
         if not (teacher is not None and options["maps"]):
             fit(module, batches, [loss], schedule, run)
             return
-        size = data.input.size
-        structure = build_graph(teacher.teacher, size).structure
-        pivots = structure.pivots(structure.default_losses())
-        teacher.names = alike(module, teacher.teacher, pivots, size)
+        teacher.names = shared_pivots(module, teacher.teacher, data.input.size)
         teacher.maps.clear()
         with seen_at(module, teacher.names) as given:
             both = with_maps(loss, given, teacher.maps, options["maps"])
