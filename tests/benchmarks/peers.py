@@ -53,6 +53,8 @@ OURS = "dcptool"
 PEERS = ("tp-l1", "tp-bn-scale", "tp-group-norm", "tp-taylor")
 METHODS = ("l1", "thinet", "cp", "random")
 CALIBRATION = 512
+# What the teacher's maps count in `finetune`.
+MAPS = 20.0
 
 
 def main() -> None:
@@ -155,7 +157,13 @@ class Bench:
         teacher = self.teacher(dense, key["seed"])
         began = time.monotonic()
         self.train(
-            trained, data, teacher if key["kd"] else None, key["updates"], key["lr"], key["seed"]
+            trained,
+            data,
+            teacher if key["kd"] else None,
+            key["updates"],
+            key["lr"],
+            key["seed"],
+            maps=MAPS,
         )
         train_s = time.monotonic() - began
         right = right_of(trained, data.report)
