@@ -54,7 +54,7 @@ PEERS = ("tp-l1", "tp-bn-scale", "tp-group-norm", "tp-taylor")
 METHODS = ("l1", "thinet", "cp", "random")
 CALIBRATION = 512
 # What the teacher's maps count in `finetune`.
-MAPS = 20.0
+MAPS = 1.0
 
 
 def main() -> None:
