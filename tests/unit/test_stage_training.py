@@ -15,22 +15,26 @@ from dcptool.training.data import DataSpec, open_data
 from dcptool.training.settings import Training
 
 
-def test_a_rate_that_is_too_large_is_called_as_prune_calls_it(folder: Path, tmp_path: Path) -> None:
-    small = network()
-    plan = StagePlan(
-        steps=9,
+def _plan(place: Path, steps: int | None = None, lr: float = 0.1) -> StagePlan:
+    return StagePlan(
+        steps=steps,
         epochs=None,
-        lr=1e30,
+        lr=lr,
         options=Training(channels_last="off"),
         amp=None,
         batch_size=4,
         seed=0,
         device="cpu",
         workers=None,
-        folder=tmp_path / "states",
+        folder=place / "states",
         fingerprint={},
         resume_command="",
     )
+
+
+def test_a_rate_that_is_too_large_is_called_as_prune_calls_it(folder: Path, tmp_path: Path) -> None:
+    small = network()
+    plan = _plan(tmp_path, steps=9, lr=1e30)
     trainer = StageTrainer(small, open_data(DataSpec(data_dir=folder), small), plan, [], [])
     with pytest.raises(GateFailed) as caught:
         trainer.fit_stage(small.module, None, 0, is_fitted=False)
@@ -41,20 +45,7 @@ def test_in_closed_form_the_head_is_fitted_and_the_network_left_alone(
     folder: Path, tmp_path: Path
 ) -> None:
     small = network()
-    plan = StagePlan(
-        steps=None,
-        epochs=None,
-        lr=0.1,
-        options=Training(channels_last="off"),
-        amp=None,
-        batch_size=4,
-        seed=0,
-        device="cpu",
-        workers=None,
-        folder=tmp_path / "states",
-        fingerprint={},
-        resume_command="",
-    )
+    plan = _plan(tmp_path)
     torch.manual_seed(0)
     labels = torch.arange(40) % 2
     images = torch.randn(40, 3, 16, 16) + 2 * labels.view(-1, 1, 1, 1)
