@@ -1,7 +1,8 @@
 """Accuracy at equal MACs and equal updates: dcptool, torch-pruning, and dcptool's other methods.
 
     python tests/benchmarks/peers.py CIFAR_DIR WEIGHTS_DIR RESULTS.jsonl [--network resnet56_a]
-        [--shares 1/2,1/3] [--updates 300,1500] [--seeds 0,1,2] [--batch-size 32] [--rows ...]
+        [--shares 1/2,1/3] [--updates 300,1500] [--seeds 0,1,2] [--batch-size 32] [--maps 1]
+        [--rows ...]
 
 All start from the same weights and cut the same groups (inner channels). torch-pruning and the
 other methods take one rate for all groups, the one whose MACs are next below the share; `dcptool`
@@ -53,8 +54,6 @@ OURS = "dcptool"
 PEERS = ("tp-l1", "tp-bn-scale", "tp-group-norm", "tp-taylor")
 METHODS = ("l1", "thinet", "cp", "random")
 CALIBRATION = 512
-# What the teacher's maps count in `finetune`.
-MAPS = 1.0
 
 
 def main() -> None:
@@ -71,6 +70,7 @@ def main() -> None:
     parser.add_argument("--rates", default="0.002,0.005,0.02", help="learning rates of other rows")
     parser.add_argument("--rows", default=",".join([OURS, *PEERS, *METHODS]))
     parser.add_argument("--kd", default="on,off")
+    parser.add_argument("--maps", type=float, default=1.0, help="as finetune --kd-maps has it")
     given = parser.parse_args()
     console.configure(quiet=True)
     bench = Bench(given)
@@ -138,6 +138,7 @@ class Bench:
             "updates": updates,
             "row": row,
             "kd": kd,
+            "maps": self.given.maps if kd else 0.0,
         }
         rates = [LR_TRAINED] if row == OURS else [float(x) for x in self.given.rates.split(",")]
         found = [self.line({**key, "lr": lr, "seed": self.seeds[0]}) for lr in rates]
@@ -163,7 +164,7 @@ class Bench:
             key["updates"],
             key["lr"],
             key["seed"],
-            maps=MAPS,
+            maps=key["maps"],
         )
         train_s = time.monotonic() - began
         right = right_of(trained, data.report)
@@ -288,12 +289,15 @@ def uniform(dense: Network, share: Fraction) -> tuple[Fraction, int]:
 
 def table(lines: list[Line]) -> None:
     """Markdown: mean error and spread over the seeds, pooled comparison with dcptool."""
-    names = "MACs,updates,row,distilled,lr,test error %,spread,dcptool better p,best lr on test,s"
+    names = (
+        "MACs,updates,maps,row,distilled,lr,test error %,spread,dcptool better p,best lr on test,s"
+    )
     print("| " + names.replace(",", " | ") + " |")
     print("|---" * len(names.split(",")) + "|")
-    keys = dict.fromkeys((x["share"], x["updates"]) for x in lines)
-    for share, updates in sorted(keys):
-        here = [x for x in lines if (x["share"], x["updates"]) == (share, updates)]
+    keys = dict.fromkeys((x["share"], x["updates"], x["maps"]) for x in lines if x["kd"])
+    for share, updates, maps in sorted(keys):
+        same = [x for x in lines if (x["share"], x["updates"]) == (share, updates)]
+        here = [x for x in same if not x["kd"] or x["maps"] == maps]
         ours = {x["seed"]: unpacked(x) for x in here if x["row"] == OURS and x["kd"]}
         rows = []
         for row, kd in dict.fromkeys((x["row"], x["kd"]) for x in here):
@@ -312,7 +316,7 @@ def table(lines: list[Line]) -> None:
                 p = f"{mcnemar(mine, np.concatenate([unpacked(x) for x in shared])):.2g}"
             spread = f"{errors.std(ddof=1):.2f} ({len(errors)})" if len(errors) > 1 else ""
             seconds = np.mean([x["seconds"] for x in found])
-            text = f"| {share} | {updates} | {row} | {'yes' if kd else 'no'} | {lr:g} "
+            text = f"| {share} | {updates} | {maps:g} | {row} | {'yes' if kd else 'no'} | {lr:g} "
             text += f"| {errors.mean():.2f} | {spread} | {p} | {oracle:.2f} | {seconds:.0f} |"
             rows.append((errors.mean(), text))
         print("\n".join(text for _, text in sorted(rows)))
