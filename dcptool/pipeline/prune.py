@@ -239,7 +239,7 @@ def prune(
         lineage={
             **(job.lineage or {}),
             **dense,
-            "prune": prune_document.lineage(settings, job, outcome, len(chosen)),
+            "prune": prune_document.lineage(settings, job, outcome, len(chosen), updates),
         },
     )
     prune_record.clear_checkpoints(folder)

@@ -61,7 +61,9 @@ def metrics(
     return found
 
 
-def lineage(settings: Selection, job: Job, outcome: Outcome, images: int) -> dict[str, object]:
+def lineage(
+    settings: Selection, job: Job, outcome: Outcome, images: int, updates: int
+) -> dict[str, object]:
     """How the slim network came about, for the manifest."""
     return {
         **budget(job.selection),
@@ -75,7 +77,7 @@ def lineage(settings: Selection, job: Job, outcome: Outcome, images: int) -> dic
         "scope": settings.scope,
         "prune_residual": settings.prune_residual,
         "training": job.training,
-        "stage_steps": job.stage_steps if job.training else 0,
+        "stage_steps": updates,
         "stage_lr": job.stage_lr,
         "sweeps": job.sweeps,
         "seed": settings.seed,

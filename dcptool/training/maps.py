@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from dcptool.network.graph import build_graph
 from dcptool.training.losses import Loss, Outcome, tell_step
@@ -21,7 +22,7 @@ def seen_at(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tenso
     """What some modules gave when the network ran last, for as long as the block runs."""
     seen: dict[str, Tensor] = {}
 
-    def keep(name: str) -> object:
+    def keep(name: str) -> RemovableHandle:
         def hook(_module: nn.Module, _inputs: object, output: Tensor) -> None:
             seen[name] = output
 
@@ -32,7 +33,7 @@ def seen_at(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tenso
         yield seen
     finally:
         for hook in hooks:
-            hook.remove()  # type: ignore[attr-defined]
+            hook.remove()
 
 
 def shared_pivots(module: nn.Module, teacher: nn.Module, size: tuple[int, ...]) -> tuple[str, ...]:
