@@ -48,7 +48,7 @@ RESULT_FILE = "result.json"
 @click.option(
     "--kd-maps",
     type=FiniteRange(0),
-    default=1.0,
+    default=20.0,
     show_default=True,
     help="What the dense network's maps between blocks count, where it teaches a slim one.",
 )

@@ -41,6 +41,7 @@ from dcptool.training.norms import reestimate_norms
 from dcptool.training.run import by_divergence, by_top1
 from dcptool.training.schedule import Schedule
 from dcptool.training.settings import Training
+from dcptool.training.step_length import measured
 
 CHECKPOINTS = "checkpoints"
 
@@ -202,7 +203,7 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         dist=dist,
         device=job.device,
     )
-    if job.reestimate and not (folder / CHECKPOINTS).is_dir():
+    if job.reestimate:
         changed = reestimate_norms(module, dataclasses.replace(batches, train=False))
         console.detail(f"{changed} batch norms estimated anew")
     schedule = job.training.schedule(len(batches), fresh=job.fresh)
@@ -259,6 +260,9 @@ def _fit(
         if training.sparsity:
             loss = with_sparsity(loss, training.sparsity)
         if not training.extra_losses:
+            if training.lr is None and not job.fresh:
+                schedule = measured(module, batches, loss, schedule, run, dist)
+                console.note(f"learning rate {schedule.lr:.2g}, as this network bears it")
             return fit(module, batches, [loss], schedule, run, dist)
         structure = build_graph(module, data.input.size).structure
         module.cpu()
@@ -359,6 +363,7 @@ def _publish(
             "data": data.source,
             "epochs": round(fitted.epochs, 4),
             "steps": fitted.steps,
+            "lr": fitted.lr,
             "channels_last": fitted.channels_last,
             "distilled": job.distillation is not None,
             "kept": "last" if is_known else "best",

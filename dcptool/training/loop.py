@@ -128,6 +128,7 @@ class _Fit:
             last_loss=self.last_loss,
             best_top1=state.best_top1,
             channels_last=state.channels_last,
+            lr=self.schedule.lr,
             ended_by=self.ended_by,
         )
 

@@ -65,4 +65,5 @@ class Fitted:
     last_loss: float
     best_top1: float | None
     channels_last: bool
+    lr: float
     ended_by: str

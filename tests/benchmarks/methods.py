@@ -14,6 +14,7 @@ training images that were held out.
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import time
 from fractions import Fraction
@@ -92,8 +93,10 @@ def run(given: argparse.Namespace, row: str, seed: int) -> Line:
 
 def right_of(module: nn.Module, images: ImageSet) -> np.ndarray:
     """Which images are classified rightly."""
-    predict = predictor(module)
-    return torch.cat([predict(x).argmax(1) == y for x, y in loader(images, 500)]).numpy()
+    layout = torch.channels_last
+    predict = predictor(copy.deepcopy(module).to(memory_format=layout))
+    found = [predict(x.to(memory_format=layout)).argmax(1) == y for x, y in loader(images, 128)]
+    return torch.cat(found).numpy()
 
 
 def pruned(given: argparse.Namespace, row: str, seed: int) -> tuple[nn.Module, Data, Line]:

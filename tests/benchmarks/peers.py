@@ -1,7 +1,7 @@
 """Accuracy at equal MACs and equal updates: dcptool, torch-pruning, and dcptool's other methods.
 
     python tests/benchmarks/peers.py CIFAR_DIR WEIGHTS_DIR RESULTS.jsonl [--network resnet56_a]
-        [--shares 1/2,1/3] [--updates 300,1500] [--seeds 0,1,2] [--batch-size 32] [--maps 1]
+        [--shares 1/2,1/3] [--updates 300,1500] [--seeds 0,1,2] [--batch-size 32] [--maps 20]
         [--rows ...]
 
 All start from the same weights and cut the same groups (inner channels). torch-pruning and the
@@ -9,9 +9,10 @@ other methods take one rate for all groups, the one whose MACs are next below th
 gets those MACs as --target-macs. All are trained by the loop of `dcptool finetune`, with and
 without distillation. The learning rate of every other row is chosen for its share, updates and
 distillation among --rates, on the images held out of train, with the first seed; dcptool has its
-default. The public weights have learnt from these images, too, which speaks for small rates: so the
-table also gives the error of each other row at the rate that is best on the test images of the
-first seed, and dcptool has to lead that. The last weights count, as `finetune` keeps them here.
+default, which it measures. The public weights have learnt from these images, too, which speaks for
+small rates: so the table also gives the error of each other row at the rate that is best on test
+for the first seed, and dcptool has to lead that. The last weights count, as `finetune` keeps
+them here.
 
 Appends a line for each training to RESULTS.jsonl and leaves out what is there, so that it can be
 stopped and started again. Then prints the table: mean error, spread over the seeds, and a paired
@@ -44,11 +45,13 @@ from dcptool.selection.settings import Selection
 from dcptool.selection.stages import select
 from dcptool.selection.widths import at_rate, macs_of
 from dcptool.training.data import Data, DataSpec, open_data, samples
+from dcptool.training.dist import SINGLE
 from dcptool.training.loader import loader
 from dcptool.training.loop import Run, fit
-from dcptool.training.losses import cross_entropy, distill
+from dcptool.training.losses import Loss, cross_entropy, distill
 from dcptool.training.maps import seen_at, shared_pivots, with_maps
-from dcptool.training.settings import LR_TRAINED, Training
+from dcptool.training.settings import Training
+from dcptool.training.step_length import measured
 
 OURS = "dcptool"
 PEERS = ("tp-l1", "tp-bn-scale", "tp-group-norm", "tp-taylor")
@@ -70,7 +73,7 @@ def main() -> None:
     parser.add_argument("--rates", default="0.002,0.005,0.02", help="learning rates of other rows")
     parser.add_argument("--rows", default=",".join([OURS, *PEERS, *METHODS]))
     parser.add_argument("--kd", default="on,off")
-    parser.add_argument("--maps", type=float, default=1.0, help="as finetune --kd-maps has it")
+    parser.add_argument("--maps", type=float, default=20.0, help="as finetune --kd-maps has it")
     given = parser.parse_args()
     console.configure(quiet=True)
     bench = Bench(given)
@@ -140,7 +143,7 @@ class Bench:
             "kd": kd,
             "maps": self.given.maps if kd else 0.0,
         }
-        rates = [LR_TRAINED] if row == OURS else [float(x) for x in self.given.rates.split(",")]
+        rates = [None] if row == OURS else [float(x) for x in self.given.rates.split(",")]
         found = [self.line({**key, "lr": lr, "seed": self.seeds[0]}) for lr in rates]
         best = max(found, key=lambda line: line["val"])
         for seed in self.seeds[1:]:
@@ -232,11 +235,14 @@ class Bench:
         data: Data,
         teacher: Remembered | None,
         updates: int,
-        lr: float,
+        lr: float | None,
         seed: int,
         **options: Any,
     ) -> None:
-        """The loop of `finetune` with its defaults, but for these options."""
+        """The loop of `finetune` with its defaults, but for these options.
+
+        Without a learning rate it is measured, as `finetune` does.
+        """
         options = {
             "norms": "train",
             "ema": None,
@@ -258,14 +264,18 @@ class Bench:
             norms=options["norms"],
             ema_decay=options["ema"],
         )
+
+        def go(loss: Loss) -> None:
+            given = schedule if lr else measured(module, batches, loss, schedule, run, SINGLE)
+            fit(module, batches, [loss], given, run)
+
         if not (teacher is not None and options["maps"]):
-            fit(module, batches, [loss], schedule, run)
+            go(loss)
             return
         teacher.names = shared_pivots(module, teacher.teacher, data.input.size)
         teacher.maps.clear()
         with seen_at(module, teacher.names) as given:
-            both = with_maps(loss, given, teacher.maps, options["maps"])
-            fit(module, batches, [both], schedule, run)
+            go(with_maps(loss, given, teacher.maps, options["maps"]))
         teacher.names = ()
 
 
@@ -316,7 +326,8 @@ def table(lines: list[Line]) -> None:
                 p = f"{mcnemar(mine, np.concatenate([unpacked(x) for x in shared])):.2g}"
             spread = f"{errors.std(ddof=1):.2f} ({len(errors)})" if len(errors) > 1 else ""
             seconds = np.mean([x["seconds"] for x in found])
-            text = f"| {share} | {updates} | {maps:g} | {row} | {'yes' if kd else 'no'} | {lr:g} "
+            text = f"| {share} | {updates} | {maps:g} | {row} | {'yes' if kd else 'no'} "
+            text += "| measured " if lr is None else f"| {lr:g} "
             text += f"| {errors.mean():.2f} | {spread} | {p} | {oracle:.2f} | {seconds:.0f} |"
             rows.append((errors.mean(), text))
         print("\n".join(text for _, text in sorted(rows)))

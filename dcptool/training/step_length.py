@@ -1,0 +1,106 @@
+"""How long a step a trained network bears: measured, as networks differ by orders of magnitude.
+
+A step along the gradient of some batches is judged on others. What helps there most is about as
+far as the steepest direction allows; momentum makes more of it, so half of that is the rate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dcptool.training.dist import Dist
+from dcptool.training.loader import Batches
+from dcptool.training.losses import Loss
+from dcptool.training.norms import one_value_explained
+from dcptool.training.randomness import kept_random_state, seed_all
+from dcptool.training.run import Run
+from dcptool.training.schedule import Schedule
+
+MOST_BATCHES = 8
+UPDATES_A_BATCH = 10
+SHARE = 0.5
+# Half a decade from one length to the next, six decades down.
+LENGTHS = 13
+RATIO = 10**-0.5
+
+
+def measured(
+    model: nn.Module, batches: Batches, loss: Loss, schedule: Schedule, run: Run, dist: Dist
+) -> Schedule:
+    """The schedule with a learning rate that the network bears, at most the one it has."""
+    found = schedule.lr
+    if dist.is_writer:
+        found = min(schedule.lr, SHARE * best_length(model, batches, loss, schedule, run))
+    return dataclasses.replace(schedule, lr=float(dist.broadcast(found) or schedule.lr))
+
+
+def best_length(
+    model: nn.Module, batches: Batches, loss: Loss, schedule: Schedule, run: Run
+) -> float:
+    """The length of a step that helps most on batches that its direction was not taken from.
+
+    Twice the learning rate of the schedule is the longest that is tried, and what comes out where
+    there are too few batches to ask. The network is left as it was.
+    """
+    count = min(MOST_BATCHES, max(2, schedule.steps // UPDATES_A_BATCH), len(batches))
+    longest = schedule.lr / SHARE
+    if count < 2 or not schedule.steps:
+        return longest
+    model.to(run.device)
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    model.train(run.norms == "train")
+    with kept_random_state(), one_value_explained():
+        taken = list(itertools.islice(batches.epoch(0, 0), count))
+        direction = _gradient(model, parameters, taken[: count // 2], loss, run)
+        judges = taken[count // 2 :]
+        start = [p.detach().clone() for p in parameters]
+        best, lowest = longest, math.inf
+        length = longest
+        for _ in range(LENGTHS):
+            with torch.no_grad():
+                for parameter, value, way in zip(parameters, start, direction, strict=True):
+                    parameter.copy_(value - length * way)
+            error = _error(model, judges, loss, run)
+            # From the longest down the error falls, then rises towards that of no step at all.
+            if math.isfinite(lowest) and error >= lowest:
+                break
+            if error < lowest:
+                best, lowest = length, error
+            length *= RATIO
+    model.load_state_dict(before)
+    return best
+
+
+def _gradient(
+    model: nn.Module,
+    parameters: Sequence[Tensor],
+    batches: Sequence[tuple[Tensor, Tensor]],
+    loss: Loss,
+    run: Run,
+) -> list[Tensor]:
+    total = [torch.zeros_like(p) for p in parameters]
+    for number, (images, labels) in enumerate(batches):
+        seed_all(run.seed, number, 0)
+        found = torch.autograd.grad(loss(model, images, labels).loss, parameters, allow_unused=True)
+        for part, gradient in zip(total, found, strict=True):
+            if gradient is not None:
+                part += gradient / len(batches)
+    return total
+
+
+@torch.no_grad()
+def _error(
+    model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], loss: Loss, run: Run
+) -> float:
+    total = 0.0
+    for number, (images, labels) in enumerate(batches):
+        seed_all(run.seed, number, 0)
+        total += float(loss(model, images, labels).loss)
+    return total if math.isfinite(total) else math.inf
