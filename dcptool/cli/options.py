@@ -288,7 +288,11 @@ training_options = packed(
     click.option("--steps", type=click.IntRange(0), help="Updates, instead of --epochs."),
     click.option("--max-time", metavar="TIME", help="End after 90s, 20m, 3h."),
     *_UPDATES,
-    click.option("--lr", type=FiniteRange(0, min_open=True), help="Peak learning rate."),
+    click.option(
+        "--lr",
+        type=FiniteRange(0, min_open=True),
+        help="Peak learning rate (trained weights: measured, at most 0.005; fresh ones: 0.05).",
+    ),
     click.option("--warmup-epochs", type=FiniteRange(0), help="Linear warm-up (5 % of the whole)."),
     click.option(
         "--decay-milestones",

@@ -111,7 +111,7 @@ class Probe:
 
     def inherit(self, other: Probe) -> None:
         """Take over the features of the dense network from the probe of the stage before."""
-        if not other._is_dense_ahead:
+        if len(other.dense_features) and not other._is_dense_ahead:
             self.dense_features, self._dense_place = other.dense_features, other.place
             other.dense_features = Store(self.room)
         other.dense_features.clear()

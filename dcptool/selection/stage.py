@@ -130,10 +130,15 @@ class Stage:
                 self._decide_first(wide, decided, lambda: edge(first, skip))
                 first, skip = min(first, *[self._begins(group) for group in wide]), 0
             decided_at = self._decisions(last)
-            if wide or not is_there:
-                self.probe.begin(first)
+            is_there = is_there and not wide
             for place in range(first, last):
-                for number, name in enumerate(self.probe.segment.layers):
+                layers = self.chain.segments[place].layers
+                loses = any(self._goes(g) for name in layers for g in decided_at.get(name, []))
+                # Up to the first cut there is nothing to look at on the way.
+                if not is_there and (loses or self.removed or self.probe.cuts):
+                    self.probe.begin(place)
+                    is_there = True
+                for number, name in enumerate(layers):
                     if place == first and number < skip:
                         continue
                     groups = [g for g in decided_at.get(name, []) if g.name not in known]
@@ -150,7 +155,7 @@ class Stage:
                         touched = bool((~self._kept_columns(name)).any())
                         weakest = self.settings.ridge if touched else READER_RIDGE
                         self._refit(name, None, weakest)
-                if place + 1 < len(self.chain.segments):
+                if is_there and place + 1 < len(self.chain.segments):
                     self.probe.advance()
         return self.removed
 

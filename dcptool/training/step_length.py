@@ -1,7 +1,8 @@
 """How long a step a trained network bears: measured, as networks differ by orders of magnitude.
 
-A step along the gradient of some batches is judged on others. What helps there most is about as
-far as the steepest direction allows; momentum makes more of it, so half of that is the rate.
+A step along the gradient of some batches is judged on the same batches: it is their curvature that
+is asked for, and that no step of a training may be longer than it allows. Momentum makes more of
+each step, so half of the best one is the rate.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dcptool.training.randomness import kept_random_state, seed_all
 from dcptool.training.run import Run
 from dcptool.training.schedule import Schedule
 
-MOST_BATCHES = 8
+MOST_BATCHES = 4
 UPDATES_A_BATCH = 10
 SHARE = 0.5
 # Half a decade from one length to the next, six decades down.
@@ -43,14 +44,14 @@ def measured(
 def best_length(
     model: nn.Module, batches: Batches, loss: Loss, schedule: Schedule, run: Run
 ) -> float:
-    """The length of a step that helps most on batches that its direction was not taken from.
+    """The length of a step down the gradient of some batches that helps most on them.
 
-    Twice the learning rate of the schedule is the longest that is tried, and what comes out where
-    there are too few batches to ask. The network is left as it was.
+    Twice the learning rate of the schedule is the longest that is tried. The network is left as it
+    was.
     """
-    count = min(MOST_BATCHES, max(2, schedule.steps // UPDATES_A_BATCH), len(batches))
+    count = min(MOST_BATCHES, max(1, schedule.steps // UPDATES_A_BATCH))
     longest = schedule.lr / SHARE
-    if count < 2 or not schedule.steps:
+    if not schedule.steps:
         return longest
     model.to(run.device)
     before = {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -58,8 +59,7 @@ def best_length(
     model.train(run.norms == "train")
     with kept_random_state(), one_value_explained():
         taken = list(itertools.islice(batches.epoch(0, 0), count))
-        direction = _gradient(model, parameters, taken[: count // 2], loss, run)
-        judges = taken[count // 2 :]
+        direction = _gradient(model, parameters, taken, loss, run)
         start = [p.detach().clone() for p in parameters]
         best, lowest = longest, math.inf
         length = longest
@@ -67,7 +67,7 @@ def best_length(
             with torch.no_grad():
                 for parameter, value, way in zip(parameters, start, direction, strict=True):
                     parameter.copy_(value - length * way)
-            error = _error(model, judges, loss, run)
+            error = _error(model, taken, loss, run)
             # From the longest down the error falls, then rises towards that of no step at all.
             if math.isfinite(lowest) and error >= lowest:
                 break

@@ -93,7 +93,7 @@ LOSSES_OF_A_STAGE = 2
 def main() -> None:
     """Run what is missing, then print the table."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("cifar", type=Path)
+    parser.add_argument("data", type=Path)
     parser.add_argument("weights", type=Path)
     parser.add_argument("results", type=Path)
     parser.add_argument("--network", default="resnet20_a")
@@ -142,7 +142,7 @@ def run(bench: Bench, change: dict[str, Any], seed: int) -> dict:
         target: str | Path = f"zoo:{given.network}"
         for number, options in enumerate(cuts):
             place = Path(folder) / f"cut{number}"
-            common = {"data_dir": given.cifar, "seed": seed, "output": place}
+            common = {"data_dir": given.data, "seed": seed, "output": place}
             if number == 0:
                 common["checkpoint"] = bench.file
             slim = once_cut(target, {**common, **options}, is_kept=len(cuts) == 1)
@@ -179,7 +179,7 @@ def in_order(
     bench: Bench, parts: list[str], prune: dict[str, Any], seed: int, folder: str
 ) -> list[dict[str, Any]]:
     """The widths of a budget as plans for parts of the network, one after the other."""
-    common = {"data_dir": bench.given.cifar, "seed": seed, "checkpoint": bench.file}
+    common = {"data_dir": bench.given.data, "seed": seed, "checkpoint": bench.file}
     place = Path(folder) / "whole"
     found = dcptool.prune(f"zoo:{bench.given.network}", output=place, **common, **prune)["kept"]
     plans = []
