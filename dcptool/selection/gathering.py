@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,20 +17,32 @@ ROWS_AT_ONCE = 4096
 
 
 class Gathering:
-    """Takes rows batch by batch; `keep` is how many of each image are kept as they are."""
+    """Takes rows batch by batch; `keep` of each of the `images` to come are kept as they are."""
 
-    def __init__(self, units: Tensor, outputs: int, keep: int) -> None:
+    def __init__(self, units: Tensor, outputs: int, keep: int, images: int) -> None:
         self.halves = Moments.empty(units, outputs), Moments.empty(units, outputs)
         self.keep = keep
-        self._kept: list[list[Tensor]] = []
+        self._images = images
+        self._kept: tuple[Tensor, ...] = ()
+        self._filled = 0
 
     def add(self, rows: Tensor, targets: Tensor, zeros: Tensor, images: int, cut: int) -> None:
         """Take the rows of a batch of `images`; the first `cut` are of the first half."""
         if self.keep:
-            self._kept.append([_of_each(x, images, self.keep) for x in (rows, targets, zeros)])
+            self._take([_of_each(x, images, self.keep) for x in (rows, targets, zeros)])
         for moments, part in zip(self.halves, (slice(cut), slice(cut, None)), strict=True):
             if len(rows[part]):
                 moments.add(rows[part], targets[part])
+
+    def _take(self, parts: Sequence[Tensor]) -> None:
+        # In place: pieces that are joined at the end would be there twice.
+        if not self._kept:
+            count = self.keep * self._images
+            self._kept = tuple(part.new_empty(count, part.shape[1]) for part in parts)
+        end = self._filled + len(parts[0])
+        for whole, part in zip(self._kept, parts, strict=True):
+            whole[self._filled : end] = part
+        self._filled = end
 
     def finish(self, add_up: AddUp) -> Moments:
         """Mean moments of all rows, with those of the first half of the images."""
@@ -46,10 +58,7 @@ class Gathering:
 
     def sample(self, scale: Tensor, bounds: Bounds, add_up: AddUp) -> Sample:
         """The rows that were kept, for a norm of this scale and the activation after it."""
-        pieces = list(zip(*self._kept, strict=True))
-        self._kept.clear()
-        # One after the other: all pieces beside all of what they make would be twice the memory.
-        rows, targets, zeros = (torch.cat(pieces.pop(0)) for _ in range(3))
+        rows, targets, zeros = (whole[: self._filled] for whole in self._kept)
         count = torch.tensor([float(len(rows))], dtype=torch.float64)
         add_up(count)
         scale = torch.where(is_erased(scale), 0.0, scale).to(rows.device)

@@ -213,7 +213,8 @@ class Probe:
         layer: Any = self.current.get_submodule(name)
         units, outputs = self.units(name, group), len(self.graph.sites[name].outputs)
         keep = self._sampled(name) if sampled else 0
-        gathering = Gathering(units, outputs, keep)
+        here = sum(len(batch) for batch in self.samples.batches) * len(self.chain.calls[name])
+        gathering = Gathering(units, outputs, keep, here)
         for number, rows, targets, zeros in self._rows(name, layer):
             images = self.samples.batches[number].shape[0]
             cut = len(rows) * self.first_half(number) // max(images, 1)

@@ -42,8 +42,10 @@ def test_steps_go_where_a_slow_descent_goes(bounds: Bounds, keep: int, monkeypat
     targets = (rows @ truth).tanh() * 4 + torch.randn(ROWS, OUTPUTS, generator=draw)
     zeros = torch.randn(ROWS, OUTPUTS, generator=draw)
     scale = torch.tensor([1.0, -0.5, 2.0])
-    gathering = Gathering(torch.arange(COLUMNS), OUTPUTS, keep)
-    gathering.add(rows, targets, zeros, ROWS // 8, ROWS // 2)
+    gathering = Gathering(torch.arange(COLUMNS), OUTPUTS, keep, ROWS // 8)
+    for begin in (0, ROWS // 2):
+        part = slice(begin, begin + ROWS // 2)
+        gathering.add(rows[part], targets[part], zeros[part], ROWS // 16, ROWS // 4)
     moments = gathering.finish(nothing)
     sample = gathering.sample(scale, bounds, nothing)
     assert sample.count == ROWS * keep // 8
