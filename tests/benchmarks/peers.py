@@ -322,13 +322,15 @@ def uniform(dense: Network, share: Fraction) -> tuple[Fraction, int]:
 def table(lines: list[Line]) -> None:
     """Markdown: mean error and spread over the seeds, pooled comparison with dcptool."""
     names = (
-        "MACs,updates,maps,row,distilled,lr,test error %,spread,dcptool better p,best lr on test,s"
+        "network,MACs,updates,maps,row,distilled,lr,test error %,spread,dcptool better p,"
+        "best lr on test,s"
     )
     print("| " + names.replace(",", " | ") + " |")
     print("|---" * len(names.split(",")) + "|")
-    keys = dict.fromkeys((x["share"], x["updates"], x["maps"]) for x in lines if x["kd"])
-    for share, updates, maps in sorted(keys):
-        same = [x for x in lines if (x["share"], x["updates"]) == (share, updates)]
+    fields = ("network", "share", "updates")
+    keys = dict.fromkeys((*(x[field] for field in fields), x["maps"]) for x in lines if x["kd"])
+    for network, share, updates, maps in sorted(keys):
+        same = [x for x in lines if [x[f] for f in fields] == [network, share, updates]]
         here = [x for x in same if not x["kd"] or x["maps"] == maps]
         ours = {x["seed"]: unpacked(x) for x in here if x["row"] == OURS and x["kd"]}
         rows = []
@@ -348,7 +350,9 @@ def table(lines: list[Line]) -> None:
                 p = f"{mcnemar(mine, np.concatenate([unpacked(x) for x in shared])):.2g}"
             spread = f"{errors.std(ddof=1):.2f} ({len(errors)})" if len(errors) > 1 else ""
             seconds = np.mean([x["seconds"] for x in found])
-            text = f"| {share} | {updates} | {maps:g} | {row} | {'yes' if kd else 'no'} "
+            text = (
+                f"| {network} | {share} | {updates} | {maps:g} | {row} | {'yes' if kd else 'no'} "
+            )
             text += "| measured " if lr is None else f"| {lr:g} "
             text += f"| {errors.mean():.2f} | {spread} | {p} | {oracle:.2f} | {seconds:.0f} |"
             rows.append((errors.mean(), text))
