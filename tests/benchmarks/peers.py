@@ -6,15 +6,15 @@
 
 All start from the same weights and cut the same groups (inner channels). torch-pruning and the
 other methods take one rate for all groups, the one whose MACs are next below the share; `dcptool`
-gets those MACs as --target-macs. All are trained by the loop of `dcptool finetune`, with and
-without distillation. The learning rate of every other row is chosen for its share, updates and
-distillation among --rates, on the images held out of train, with the first seed; dcptool has its
-default, which it measures. The public weights have learnt from these images, too, which speaks for
-small rates: so the table also gives the error of each other row at the rate that is best on test
-for the first seed, and dcptool has to lead that. The last weights count, as `finetune` keeps
-them here. DATA_DIR is CIFAR-10 for the networks of the zoo, and imagenet2k for mobilenetv2_100
-(`--network mobilenetv2_100 --shares 4/5 --updates 40`), where few updates of few images show who
-does no harm.
+gets those MACs as --target-macs and spends no update on them. All are trained by the loop of
+`dcptool finetune`, with and without distillation. The learning rate of every other row is chosen
+for its share, updates and distillation among --rates, on the images held out of train, with the
+first seed; dcptool has its default, which it measures. The public weights have learnt from these
+images, too, which speaks for small rates: so the table also gives the error of each other row at
+the rate that is best on test for the first seed, and dcptool has to lead that. The last weights
+count, as `finetune` keeps them here. DATA_DIR is CIFAR-10 for the networks of the zoo, and
+imagenet2k for mobilenetv2_100 (`--network mobilenetv2_100 --shares 4/5 --updates 40`), where few
+updates of few images show who does no harm.
 
 Appends a line for each training to RESULTS.jsonl and leaves out what is there, so that it can be
 stopped and started again. Then prints the table: mean error, spread over the seeds, and a paired
@@ -58,6 +58,8 @@ from dcptool.training.settings import Training
 from dcptool.training.step_length import measured
 
 OURS = "dcptool"
+# The same without labels: no heads, and errors count alike in every direction.
+UNLABELLED = "dcptool --no-training"
 PEERS = ("tp-l1", "tp-bn-scale", "tp-group-norm", "tp-taylor")
 METHODS = ("l1", "thinet", "cp", "random")
 CALIBRATION = 512
@@ -77,7 +79,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--rates", default="0.002,0.005,0.02", help="learning rates of other rows")
-    parser.add_argument("--rows", default=",".join([OURS, *PEERS, *METHODS]))
+    parser.add_argument("--rows", default=",".join([OURS, UNLABELLED, *PEERS, *METHODS]))
     parser.add_argument("--kd", default="on,off")
     parser.add_argument("--maps", type=float, default=20.0, help="as finetune --kd-maps has it")
     given = parser.parse_args()
@@ -153,7 +155,9 @@ class Bench:
             "kd": kd,
             "maps": self.given.maps if kd else 0.0,
         }
-        rates = [None] if row == OURS else [float(x) for x in self.given.rates.split(",")]
+        rates = (
+            [None] if row in (OURS, UNLABELLED) else [float(x) for x in self.given.rates.split(",")]
+        )
         found = [self.line({**key, "lr": lr, "seed": self.seeds[0]}) for lr in rates]
         best = max(found, key=lambda line: line["val"])
         for seed in self.seeds[1:]:
@@ -222,14 +226,14 @@ class Bench:
     def cut(self, dense: Network, data: Data, row: str, share: Fraction, seed: int) -> nn.Module:
         """The slim network of one row, untrained."""
         rate, macs = uniform(dense, share)
-        if row == OURS:
+        if row in (OURS, UNLABELLED):
             with tempfile.TemporaryDirectory() as folder:
                 document = dcptool.prune(
                     self.model,
                     checkpoint=self.file,
                     data_dir=self.given.data,
                     target_macs=macs,
-                    training=False,
+                    training=row == OURS,
                     seed=seed,
                     output=Path(folder) / "slim",
                 )
