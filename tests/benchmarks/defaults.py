@@ -74,6 +74,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "weights averaged (0.98)": {"train": {"ema": 0.98}},
     "one rate for all groups": {"prune": {"target_macs": None}},
     "exact widths": {"prune": {"round_to": "1"}},
+    "maps 20, exact widths": {"train": {"maps": 20.0}, "prune": {"round_to": "1"}},
+    "maps 20, multiples of 4": {"train": {"maps": 20.0}, "prune": {"round_to": "4"}},
     "a third of the updates in stages": {"stages": Fraction(1, 3)},
     "the same, both losses from one forward": {"stages": Fraction(1, 3), "joint": True},
     "the same, lambda 0": {"stages": Fraction(1, 3), "prune": {"lambda": 0.0}},
