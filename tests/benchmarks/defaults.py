@@ -62,6 +62,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "maps 500": {"train": {"maps": 500.0}},
     "maps 20, lr 0.002": {"train": {"maps": 20.0, "lr": 0.002}},
     "maps 20, lr 0.01": {"train": {"maps": 20.0, "lr": 0.01}},
+    "maps 20, lr 0.02": {"train": {"maps": 20.0, "lr": 0.02}},
     "maps 5, lr 0.01": {"train": {"maps": 5.0, "lr": 0.01}},
     "maps 20, weights averaged (0.98)": {"train": {"maps": 20.0, "ema": 0.98}},
     "maps 20, distillation alone": {"train": {"maps": 20.0, "kd": 1.0}},
