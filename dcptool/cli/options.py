@@ -291,8 +291,7 @@ training_options = packed(
     click.option(
         "--lr",
         type=FiniteRange(0, min_open=True),
-        help="Peak learning rate (trained weights: measured, at most 0.005, and 0.02 from 1,200 "
-        "updates on; fresh ones: 0.05).",
+        help="Peak learning rate (trained weights: measured, at most 0.005; fresh ones: 0.05).",
     ),
     click.option("--warmup-epochs", type=FiniteRange(0), help="Linear warm-up (5 % of the whole)."),
     click.option(

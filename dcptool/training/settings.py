@@ -20,9 +20,6 @@ BATCH_SIZE = 128
 EPOCHS = 10.0
 # A network that was solved for is undone by the usual 0.1; fresh weights need more.
 LR_TRAINED = 0.005
-# What a longer step undoes takes updates to win back, and pays where there are enough of them:
-# the rate grows with the updates from the first of these counts to the second.
-LR_GROWS = (300, 1200)
 LR_FRESH = 0.05
 WARMUP_SHARE = 0.05
 
@@ -108,7 +105,7 @@ class Training:
         """Steps and learning rate; `fresh` weights start from a larger one."""
         epochs = EPOCHS if self.epochs is None else self.epochs
         steps = round(epochs * steps_per_epoch) if self.steps is None else self.steps
-        lr = self.lr or (LR_FRESH if fresh else self._most_for_trained(steps))
+        lr = self.lr or (LR_FRESH if fresh else LR_TRAINED)
         warmup = (
             round(WARMUP_SHARE * steps)
             if self.warmup_epochs is None
@@ -123,12 +120,6 @@ class Training:
             shares or (0.4, 0.6),
             self.decay_rate,
         )
-
-    def _most_for_trained(self, steps: int) -> float:
-        """The learning rate that trained weights get at most; others than SGD were not tried."""
-        first, last = LR_GROWS
-        grown = min(max(steps, first), last) / first
-        return LR_TRAINED * (grown if self.opt == "sgd" else 1.0)
 
     def vary(self, augment: Augment, num_classes: int) -> Vary | None:
         """Random erasing, mixup and CutMix on whole batches, through timm."""

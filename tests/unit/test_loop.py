@@ -396,17 +396,6 @@ def test_the_papers_schedule() -> None:
     assert rates == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
 
 
-def test_the_rate_of_trained_weights_grows_with_the_updates() -> None:
-    def rate(**options: object) -> float:
-        return training_of(options).schedule(100, fresh=False).lr
-
-    rates = [rate(steps=n) for n in (20, 300, 600, 1200, 50_000)]
-    assert rates == pytest.approx([0.005, 0.005, 0.01, 0.02, 0.02])
-    assert rate(epochs=6) == pytest.approx(0.01)
-    assert rate(steps=1200, opt="adamw") == 0.005
-    assert rate(steps=1200, lr=0.003) == 0.003
-
-
 def test_options_are_judged_together() -> None:
     with pytest.raises(UsageError) as caught:
         training_of({"epochs": 3, "steps": 5, "mixup": 0.1, "batch_size": 7})
