@@ -383,12 +383,12 @@ def require_space(folder: Path, need: int) -> None:
         )
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, *, parents: bool = True) -> None:
     """Create a folder, prove that it can be written to, and clear what a dead run left in it."""
     probe = _temp_beside(path / "file")
     try:
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=parents, exist_ok=True)
         for folder in missing:
             flush_folder(folder.parent)
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))

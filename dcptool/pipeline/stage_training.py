@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dcptool import files
 from dcptool.errors import Interrupted
 from dcptool.network.base import Network
 from dcptool.selection.greedy import LossAt
@@ -168,6 +169,8 @@ class StageTrainer:
             dist=self.dist,
         )
         options, classes = plan.options, self.network.base.num_classes
+        if self.dist.is_writer:
+            files.make_folder(plan.folder, parents=False)
         run = Run(
             optimizer=options.optimizer,
             device=plan.device,

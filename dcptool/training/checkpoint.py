@@ -44,7 +44,8 @@ class Checkpoints:
 
     def save(self, state: Tree) -> Path:
         """Publish a new generation, then remove those that are older than the last two."""
-        files.make_folder(self.folder)
+        # A run whose folder was removed under way must not go on in half of one.
+        files.make_folder(self.folder, parents=False)
         found = generations(self.folder)
         self._counter = max([self._counter, *[counter for counter, _, _ in found]]) + 1
         data = encode({"fingerprint": dict(self.fingerprint), "state": state})

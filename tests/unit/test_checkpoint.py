@@ -107,3 +107,14 @@ def test_a_failed_save_keeps_the_old_generations(
             states.save({"step": 3})
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert states.load() == {"step": 2}
+
+
+def test_a_vanished_run_is_not_made_again(tmp_path: Path) -> None:
+    states = Checkpoints(tmp_path / "run" / "states", {})
+    (tmp_path / "run").mkdir()
+    states.save({"step": 1})
+    (tmp_path / "run").rename(tmp_path / "gone")
+    with pytest.raises(EnvironmentFault, match="cannot write") as caught:
+        states.save({"step": 2})
+    assert "was the folder removed?" in caught.value.try_
+    assert not (tmp_path / "run").exists()
