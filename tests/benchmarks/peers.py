@@ -323,6 +323,11 @@ def uniform(dense: Network, share: Fraction) -> tuple[Fraction, int]:
     raise SystemExit(f"no rate gives {share} of the MACs")
 
 
+def names_of(lines: list[Line]) -> set[str]:
+    """The rows that lines belong to."""
+    return {line["row"] for line in lines}
+
+
 def table(lines: list[Line]) -> None:
     """Markdown: mean error and spread over the seeds, pooled comparison with dcptool."""
     names = (
@@ -336,7 +341,10 @@ def table(lines: list[Line]) -> None:
     for network, share, updates, maps in sorted(keys):
         same = [x for x in lines if [x[f] for f in fields] == [network, share, updates]]
         here = [x for x in same if not x["kd"] or x["maps"] == maps]
-        ours = {x["seed"]: unpacked(x) for x in here if x["row"] == OURS and x["kd"]}
+        taught = [x for x in here if x["kd"]]
+        # Where the default row is still to come, the one without labels stands for it.
+        leader = next(row for row in (OURS, UNLABELLED, "") if row in {"", *names_of(taught)})
+        ours = {x["seed"]: unpacked(x) for x in taught if x["row"] == leader}
         rows = []
         for row, kd in dict.fromkeys((x["row"], x["kd"]) for x in here):
             tried = [x for x in here if (x["row"], x["kd"]) == (row, kd)]
@@ -349,7 +357,7 @@ def table(lines: list[Line]) -> None:
             errors = np.array([100 - x["top1"] for x in found])
             shared = [x for x in found if x["seed"] in ours]
             p = ""
-            if (row, kd) != (OURS, True) and shared:
+            if (row, kd) != (leader, True) and shared:
                 mine = np.concatenate([ours[x["seed"]] for x in shared])
                 p = f"{mcnemar(mine, np.concatenate([unpacked(x) for x in shared])):.2g}"
             spread = f"{errors.std(ddof=1):.2f} ({len(errors)})" if len(errors) > 1 else ""
