@@ -25,6 +25,7 @@ except ImportError:
 PACKAGE = Path(dcptool.__file__).parent
 CHECKOUT = Path(__file__).resolve().parents[2]
 README = (CHECKOUT / "README.md").read_text()
+PAGES = [README, *(path.read_text() for path in sorted((CHECKOUT / "docs").glob("*.md")))]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Imports point down only: each may import what stands in its row, and itself.
@@ -197,9 +198,9 @@ def test_readme_names_every_command_and_option(name, command):
 
 
 def readme_lines() -> list[str]:
-    """Every `dcptool ...` command in a code block of the README."""
+    """Every `dcptool ...` command in a code block of the README and of docs."""
     found = []
-    for block in re.findall(r"^```[a-z]*\n(.*?)^```", README, re.M | re.S):
+    for block in re.findall(r"^```[a-z]*\n(.*?)^```", "\n".join(PAGES), re.M | re.S):
         for line in block.replace("\\\n", " ").splitlines():
             text = line.removeprefix("$ ").strip()
             for part in re.split(r"&&|\|\||[|;<>]|\$\(|\)", text):
@@ -214,6 +215,25 @@ def readme_lines() -> list[str]:
 
 def test_readme_has_commands():
     assert len(readme_lines()) >= 5
+
+
+def test_links_between_pages_lead_somewhere():
+    """Each file is there, and each place in it has its heading."""
+    dead = []
+    for page in (CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))):
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            name, _, place = link.partition("#")
+            target = page.parent / name if name else page
+            is_there = target.exists() and (not place or place in places(target))
+            if "://" not in link and not is_there:
+                dead.append(f"{page.name}: {link}")
+    assert dead == []
+
+
+def places(page: Path) -> set[str]:
+    """What links can name in a page: its headings, as they are turned into anchors."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("line", readme_lines())
