@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import tempfile
 import time
 from dataclasses import replace
@@ -85,11 +86,18 @@ def main() -> None:
     given = parser.parse_args()
     console.configure(quiet=True)
     bench = Bench(given)
-    for updates in map(int, given.updates.split(",")):
-        for share in given.shares.split(","):
-            for row in given.rows.split(","):
-                for kd in given.kd.split(","):
-                    bench.row(row, share, updates, kd == "on")
+    conditions = itertools.product(
+        map(int, given.updates.split(",")),
+        given.shares.split(","),
+        given.rows.split(","),
+        [kd == "on" for kd in given.kd.split(",")],
+    )
+    keys = [bench.key(row, share, updates, kd) for updates, share, row, kd in conditions]
+    # A seed at a time: what a teacher answered to its batches is all that is remembered.
+    rates = [bench.chosen(key) for key in keys]
+    for seed in bench.seeds[1:]:
+        for key, lr in zip(keys, rates, strict=True):
+            bench.line({**key, "lr": lr, "seed": seed})
     table(bench.results.lines())
 
 
@@ -144,9 +152,9 @@ class Bench:
         self.teachers: dict[int, Remembered] = {}
         self.data: dict[int, Data] = {}
 
-    def row(self, row: str, share: str, updates: int, kd: bool) -> None:
-        """Every seed of one row; the first one finds the learning rate."""
-        key = {
+    def key(self, row: str, share: str, updates: int, kd: bool) -> Line:
+        """The conditions of a row, but for its learning rate and the seed."""
+        return {
             "network": self.given.network,
             "batch_size": self.given.batch_size,
             "share": share,
@@ -155,13 +163,14 @@ class Bench:
             "kd": kd,
             "maps": self.given.maps if kd else 0.0,
         }
-        rates = (
-            [None] if row in (OURS, UNLABELLED) else [float(x) for x in self.given.rates.split(",")]
-        )
-        found = [self.line({**key, "lr": lr, "seed": self.seeds[0]}) for lr in rates]
-        best = max(found, key=lambda line: line["val"])
-        for seed in self.seeds[1:]:
-            self.line({**key, "lr": best["lr"], "seed": seed})
+
+    def chosen(self, key: Line) -> float | None:
+        """The learning rate of a row, by the images held out, with the first seed."""
+        rates = [float(x) for x in self.given.rates.split(",")]
+        tried = [None] if key["row"] in (OURS, UNLABELLED) else rates
+        found = [self.line({**key, "lr": lr, "seed": self.seeds[0]}) for lr in tried]
+        best: Line = max(found, key=lambda line: line["val"])
+        return best["lr"]
 
     def line(self, key: Line) -> Line:
         """The result of one training, from the file or made now."""
@@ -198,8 +207,10 @@ class Bench:
         }
 
     def teacher(self, dense: Network, seed: int) -> Remembered:
-        """The dense network, remembering its answers to the batches of a seed."""
-        return self.teachers.setdefault(seed, Remembered(dense.module))
+        """The dense network, remembering its answers to the batches of this seed alone."""
+        if seed not in self.teachers:
+            self.teachers = {seed: Remembered(dense.module)}
+        return self.teachers[seed]
 
     def start(self, dense: Network, data: Data, row: str, share: str, seed: int) -> Cut:
         """A cut network before training; the same one for every way to train it."""
