@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 
 # Before any library reads them.
@@ -47,24 +48,7 @@ def shared_data() -> Path:
 @pytest.fixture
 def dcptool(tmp_path: Path) -> Run:
     """Run `dcptool ARGUMENTS` in a process of its own, in an empty folder."""
-
-    def run(
-        *arguments: str, env: dict[str, str] | None = None, timeout: float = 120, **options: object
-    ) -> subprocess.CompletedProcess[str]:
-        options.setdefault("cwd", tmp_path)
-        options.setdefault("stdout", subprocess.PIPE)
-        options.setdefault("stderr", subprocess.PIPE)
-        options.setdefault("stdin", subprocess.DEVNULL)
-        return subprocess.run(
-            [sys.executable, "-m", "dcptool", *arguments],
-            env={**os.environ, **(env or {})},
-            text=True,
-            timeout=timeout,
-            check=False,
-            **options,
-        )
-
-    return run
+    return functools.partial(forked.command, cwd=tmp_path)
 
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;"

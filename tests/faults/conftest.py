@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import forked
@@ -10,11 +9,9 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forked.Server]:
+def server() -> forked.Server:
     """Starts `dcptool` in a moment."""
-    one = forked.Server(tmp_path_factory.mktemp("forked"))
-    yield one
-    one.close()
+    return forked.shared()
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 FAST = ["zoo:resnet20", "--no-pretrained", "--no-training", "--samples", "48", "--positions", "8"]
@@ -19,16 +18,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(place / "cache")}
-    return subprocess.run(
-        [sys.executable, "-m", "dcptool", *arguments],
-        cwd=place,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    return forked.command(*arguments, cwd=place, env={"XDG_CACHE_HOME": str(place / "cache")})
 
 
 def test_the_smallest_network_within_a_drop(place: Path) -> None:

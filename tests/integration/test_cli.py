@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -32,6 +33,25 @@ def in_shell(line: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[st
         timeout=120,
         check=False,
     )
+
+
+@pytest.fixture
+def dcptool(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `dcptool ARGUMENTS` as a shell does, in an empty folder."""
+
+    def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "dcptool", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run
 
 
 def is_three_lines(text: str) -> bool:

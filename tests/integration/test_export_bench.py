@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import onnx
 import pytest
 
@@ -26,16 +27,7 @@ QUICK = ("-b", "1", "--threads", "1", "--iterations", "20", "--duration", "0.5")
 
 
 def dcptool(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DCPTOOL_OFFLINE": "1"}
-    environment.pop("DCPTOOL_RUNS", None)
-    return subprocess.run(
-        [sys.executable, "-m", "dcptool", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=environment,
-        check=False,
-    )
+    return forked.command(*map(str, arguments), cwd=cwd)
 
 
 def document(done: subprocess.CompletedProcess[str], code: int = 0) -> dict:

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -28,17 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(place / "cache")}
-    environment.pop("DCPTOOL_RUNS", None)
-    return subprocess.run(
-        [sys.executable, "-m", "dcptool", *arguments],
-        cwd=place,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return forked.command(*arguments, cwd=place, env={"XDG_CACHE_HOME": str(place / "cache")})
 
 
 @pytest.fixture(scope="module")

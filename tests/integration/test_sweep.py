@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 FAST = [
@@ -23,16 +22,7 @@ QUICK_BENCH = ["--set", "bench.iterations=8"]
 
 
 def _run(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(place / "cache")}
-    return subprocess.run(
-        [sys.executable, "-m", "dcptool", *words],
-        cwd=place,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    return forked.command(*words, cwd=place, env={"XDG_CACHE_HOME": str(place / "cache")})
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,15 @@ exit codes and files are those of a user's command, only its seconds of imports 
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,6 +126,24 @@ class Server:
         """End the server; what it started has been waited for."""
         with self.process:
             pass
+
+
+@functools.cache
+def shared() -> Server:
+    """The one server of this process, which ends with it."""
+    folder = Path(tempfile.mkdtemp(prefix="dcptool-forked-"))
+    server = Server(folder)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(server.close)
+    return server
+
+
+def command(
+    *argv: str, cwd: Path, timeout: float = 600, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `dcptool ARGV` to its end, told as `subprocess.run` tells it."""
+    ended = shared().run(*argv, cwd=cwd, timeout=timeout, **(env or {}))
+    return subprocess.CompletedProcess(argv, ended.code, ended.out, ended.err)
 
 
 def serve() -> None:
