@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dcptool import console, files
+from dcptool import child, console, files
 from dcptool.cli import app, faults
 from dcptool.errors import DcptoolError, EnvironmentFault, Interrupted
 
@@ -170,7 +170,8 @@ def through_torchrun(processes: int) -> int:
         # Its warnings repeat, at length, what is said below in three lines.
         logging.disable(logging.CRITICAL)
         try:
-            elastic_launch(config, sys.executable)("-m", "dcptool", *arguments)
+            python, *words = child.command("dcptool.cli.app")
+            elastic_launch(config, python)(*words, *arguments)
         except SignalException as err:
             stopped = int(err.sigval)
         except ChildFailedError as err:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import onnx
 
+from dcptool import child
 from dcptool.deploy import onnx_cost, onnx_scan
 from dcptool.deploy.session import feed_of, open_session
 from dcptool.errors import DcptoolError, EnvironmentFault, InputError, UsageError
@@ -56,8 +57,8 @@ def visit(
         "memory_bytes": memory_bytes,
     }
     try:
-        child = subprocess.run(
-            _command(),
+        done = subprocess.run(
+            child.command("dcptool.deploy.guard", "serve"),
             input=json.dumps(request).encode(),
             capture_output=True,
             timeout=time_limit_s,
@@ -69,20 +70,20 @@ def visit(
         ) from err
     except OSError as err:
         raise EnvironmentFault("cannot start a child process", why=str(err)) from err
-    if child.returncode < 0:
-        if -child.returncode == signal.SIGKILL:
+    if done.returncode < 0:
+        if -done.returncode == signal.SIGKILL:
             raise EnvironmentFault(
                 f"the process that checked {path} was killed", why="probably out of memory"
             )
         raise InputError(
             f"refused {path}",
-            why=f"the checker died of signal {-child.returncode} "
-            f"({signal.Signals(-child.returncode).name})",
+            why=f"the checker died of signal {-done.returncode} "
+            f"({signal.Signals(-done.returncode).name})",
         )
     try:
-        answer = json.loads(child.stdout)
+        answer = json.loads(done.stdout)
     except ValueError as err:
-        tail = child.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no answer"]
+        tail = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no answer"]
         raise InputError(f"refused {path}", why=f"the checker failed: {tail[0][:300]}") from err
     if "error" in answer:
         kinds = {kind.code: kind for kind in (UsageError, EnvironmentFault)}
@@ -90,10 +91,6 @@ def visit(
             answer["error"], why=answer["why"], try_=answer["try"]
         )
     return Visit(answer["macs"], answer["params"], answer["peak_bytes"])
-
-
-def _command() -> list[str]:
-    return [sys.executable, "-m", "dcptool.deploy.guard"]
 
 
 def check_whole(scanned: onnx_scan.Scanned) -> None:
@@ -173,5 +170,6 @@ def _too_big(path: Path, limit: int) -> dict[str, object]:
     }
 
 
-if __name__ == "__main__":
+def serve() -> None:
+    """Answer the one request on stdin."""
     sys.stdout.write(json.dumps(_serve(json.load(sys.stdin))))

@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 import pytest
 
-from dcptool import __version__
+from dcptool import __version__, child
 from dcptool.cli import app, requirements
 from dcptool.cli.options import output_options
 from dcptool.errors import EnvironmentFault, GateFailed, InputError, Interrupted, UsageError
@@ -260,3 +260,12 @@ def test_completion_imports_nothing_heavy(shell, words, wanted):
     text, heavy = imported(_DCPTOOL_COMPLETE=f"{shell}_complete", COMP_WORDS=words, COMP_CWORD=last)
     assert wanted in re.split("[,\\s]", text)
     assert not heavy
+
+
+def test_what_lies_in_the_working_folder_is_not_imported(tmp_path: Path) -> None:
+    for name in ("click", "json", "dcptool"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('foreign code')")
+    words = [*child.command("dcptool.cli.app"), "--version"]
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert __version__ in ended.stdout

@@ -29,7 +29,7 @@ PAGES = [README, *(path.read_text() for path in sorted((CHECKOUT / "docs").glob(
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Imports point down only: each may import what stands in its row, and itself.
-GROUND = ("errors", "console", "files", "torchfile", "weights")
+GROUND = ("child", "errors", "console", "files", "torchfile", "weights")
 LAYERS = {
     "network": (),
     "training": ("network",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -180,9 +181,10 @@ def test_custom_domain_opset_and_ir(tmp_path: Path) -> None:
     model = tiny()
     model.graph.node[0].domain = "evil.ops"
     assert "evil.ops" in refusal(write(tmp_path, model))
+    # onnxruntime lists many that no node uses in every file that it saves.
     model = tiny()
-    model.opset_import.add(domain="evil.ops", version=1)
-    assert "evil.ops" in refusal(write(tmp_path, model))
+    model.opset_import.add(domain="ai.onnx.training", version=1)
+    assert onnx_scan.scan(write(tmp_path, model))
     model = tiny()
     model.opset_import[0].version = 999
     assert "opset 999" in refusal(write(tmp_path, model))
@@ -268,16 +270,16 @@ def test_an_invalid_graph_is_named(tmp_path: Path) -> None:
 
 
 def test_a_child_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    crash = [guard.sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"]
-    monkeypatch.setattr(guard, "_command", lambda: crash)
+    crash = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"]
+    monkeypatch.setattr(guard.child, "command", lambda *_: crash)
     with pytest.raises(InputError, match="refused") as caught:
         guard.visit(write(tmp_path, tiny()))
     assert "signal 11" in caught.value.why
 
 
 def test_a_child_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sleeper = [guard.sys.executable, "-c", "import time; time.sleep(60)"]
-    monkeypatch.setattr(guard, "_command", lambda: sleeper)
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(guard.child, "command", lambda *_: sleeper)
     with pytest.raises(InputError) as caught:
         guard.visit(write(tmp_path, tiny()), time_limit_s=0.5)
     assert "longer than" in caught.value.why
