@@ -21,11 +21,18 @@ from torch import Tensor
 from dcptool import console
 from dcptool.deploy import guard, onnx_graph, onnx_scan
 from dcptool.deploy.session import feed_of, open_session
-from dcptool.errors import InputError
+from dcptool.errors import InputError, UsageError
 from dcptool.network.models import Base, Input, Network
 
 LARGEST_SIDE = 16384
 MOST_CLASSES = 1_000_000
+CHANNELS = (1, 3)
+KINDS = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(double)": np.float64,
+    "tensor(uint8)": np.uint8,
+}
 DEFAULT = Input((3, 224, 224), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -43,8 +50,21 @@ def open_onnx(path: Path, *, threads: int = 0, img_size: int | None = None) -> O
     scanned = onnx_scan.scan(path)
     facts = onnx_graph.metadata(scanned.proto)
     feed = feed_of(scanned.proto)
-    embedded = feed.kind == "tensor(uint8)"
-    seen = _input(path, facts, feed.shape, embedded=embedded, img_size=img_size)
+    if feed.kind not in KINDS:
+        raise InputError(f"{path} takes no images", why=f"its input is a {feed.kind}")
+    kind = KINDS[feed.kind]
+    embedded = kind is np.uint8
+    if len(feed.shape) != 4:
+        raise InputError(f"{path} takes no images", why=f"its input has shape {list(feed.shape)}")
+    is_last = _channels_last(feed.shape, embedded=embedded)
+    sides = feed.shape[1:3] if is_last else feed.shape[2:]
+    channels = feed.shape[3] if is_last else feed.shape[1]
+    if img_size is not None and any(side not in (None, img_size) for side in sides):
+        raise UsageError(
+            f"{path} takes images of {sides[0]} x {sides[1]} px only, not of {img_size}",
+            try_="no --img-size, or a file that was exported with --dynamic size",
+        )
+    seen = _input(path, facts, (channels, *sides), embedded=embedded, img_size=img_size)
     fixed = feed.shape[0]
     guard.visit(path, batch_size=fixed or 1, size=seen.size[1])
     session = open_session(scanned.data, threads=threads, folder=scanned.folder)
@@ -54,20 +74,27 @@ def open_onnx(path: Path, *, threads: int = 0, img_size: int | None = None) -> O
     count = last if isinstance(last, int) else _said(path, facts, "num_classes", _count) or 0
     if len(output.shape) != 2 or count < 1:
         raise InputError(f"{path} is no classifier", why=f"its output has shape {output.shape}")
-    kind = np.float16 if feed.kind == "tensor(float16)" else np.float32
     is_probability = facts.get("output") == "probabilities"
 
     def predict(images: Tensor) -> Tensor:
         missing = max(0, (fixed or 0) - len(images))
         batch: np.ndarray[Any, Any]
         if embedded:
-            whole = (images * 255).round().clamp(0, 255).to(torch.uint8)
-            batch = whole.permute(0, 2, 3, 1).contiguous().cpu().numpy()
-        else:
-            batch = images.contiguous().cpu().numpy().astype(kind)
+            images = (images * 255).round().clamp(0, 255)
+        if is_last:
+            images = images.permute(0, 2, 3, 1)
+        batch = images.contiguous().cpu().numpy().astype(kind)
         if missing:
             batch = np.concatenate([batch, np.zeros((missing, *batch.shape[1:]), batch.dtype)])
-        scores = torch.from_numpy(session.run(None, {feed.name: batch})[0])[: len(images)].float()
+        try:
+            found = session.run(None, {feed.name: batch})[0]
+        except Exception as err:  # onnxruntime's classes share no public base
+            raise InputError(
+                f"cannot run {path} on a batch of {' x '.join(map(str, batch.shape))}",
+                why=str(err).strip().partition("\n")[0][:300],
+                try_="another --img-size or --batch-size",
+            ) from err
+        scores = torch.from_numpy(found)[: len(images)].float()
         return scores.clamp_min(1e-38).log() if is_probability else scores
 
     base = Base("onnx", path.name, count)
@@ -75,28 +102,35 @@ def open_onnx(path: Path, *, threads: int = 0, img_size: int | None = None) -> O
     return OnnxNetwork(network, predict, fixed)
 
 
+def _channels_last(shape: tuple[int | None, ...], *, embedded: bool) -> bool:
+    """Where the channels stand; where the shape does not tell, as our own exports have it."""
+    if shape[1] in CHANNELS and shape[3] not in CHANNELS:
+        return False
+    return embedded or (shape[3] in CHANNELS and shape[1] not in CHANNELS)
+
+
 def _input(
     path: Path,
     facts: dict[str, str],
-    shape: tuple[int | None, ...],
+    fixed: tuple[int | None, ...],
     *,
     embedded: bool,
     img_size: int | None,
 ) -> Input:
-    if len(shape) != 4:
-        raise InputError(f"{path} takes no images", why=f"its input has shape {list(shape)}")
-    height, channels = (shape[1], shape[3]) if embedded else (shape[2], shape[1])
+    """How images become its input; `fixed` are channels, height and width where it says them."""
     known = _said(path, facts, "input_size", _size)
     if known is None:
         console.note(f"{path} does not say how it was fed: ImageNet's mean and std unless given")
-    size = img_size or height or (known[1] if known else DEFAULT.size[1])
-    count = channels or (known[0] if known else 3)
+    channels, height, width = (
+        a or b or c
+        for a, b, c in zip(fixed, (None, img_size, img_size), known or DEFAULT.size, strict=True)
+    )
     mean = _said(path, facts, "mean", _numbers) or DEFAULT.mean
     std = _said(path, facts, "std", _numbers) or DEFAULT.std
     if embedded:
-        mean, std = (0.0,) * count, (1.0,) * count
+        mean, std = (0.0,) * channels, (1.0,) * channels
     return Input(
-        (count, size, size),
+        (channels, height, width),
         mean,
         std,
         _said(path, facts, "interpolation", _interpolation) or DEFAULT.interpolation,

@@ -137,6 +137,11 @@ class Feed:
 
     def random(self, batch: int, *, size: int | None = None, seed: int = 0) -> dict[str, Array]:
         """Seeded noise with `batch` images; free height and width take `size`."""
+        if size is not None and None not in self.shape[1:] and size not in self.shape[1:]:
+            raise UsageError(
+                f"the model takes {' x '.join(map(str, self.shape[1:]))} only, not {size} px",
+                try_="no --img-size, or a file that was exported with --dynamic size",
+            )
         dims: list[int] = []
         for axis, dim in enumerate(self.shape):
             if axis == 0:
