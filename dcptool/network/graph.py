@@ -97,7 +97,7 @@ def build_graph(module: nn.Module, input_size: tuple[int, ...]) -> ChannelGraph:
     """Trace a network and find its groups; raises InputError when it cannot be traced."""
     fx_graph, root = trace(module, input_size, lambda m: layer_rule(m) is not None)
     flow = Flow(Ties())
-    _run(flow, fx_graph, root)
+    _run(flow, fx_graph, root, module)
     _lock_shared_parameters(flow, module)
     sites = {name: _site(flow.ties, draft) for name, draft in flow.sites.items()}
     structure = read_structure(fx_graph, root, [s.name for s in sites.values() if s.is_dense])
@@ -106,7 +106,7 @@ def build_graph(module: nn.Module, input_size: tuple[int, ...]) -> ChannelGraph:
     return _confirm(graph, module, input_size)
 
 
-def _run(flow: Flow, graph: fx.Graph, root: nn.Module) -> None:
+def _run(flow: Flow, graph: fx.Graph, root: nn.Module, module: nn.Module) -> None:
     env: dict[fx.Node, Any] = {}
     last_use: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
@@ -119,7 +119,10 @@ def _run(flow: Flow, graph: fx.Graph, root: nn.Module) -> None:
         flow.node, flow.value = node, node.meta.get(VALUE)
         args = fx.map_arg(node.args, env.__getitem__)
         kwargs = fx.map_arg(node.kwargs, env.__getitem__)
-        env[node] = _step(flow, node, root, args, kwargs)
+        if node.op == "get_attr":
+            env[node] = _parameter(flow, node, module)
+        else:
+            env[node] = _step(flow, node, root, args, kwargs)
         for source in last_use.get(node, ()):
             del env[source]
 
@@ -131,8 +134,6 @@ def _step(flow: Flow, node: fx.Node, root: nn.Module, args: Any, kwargs: Any) ->
         for labels in tensors_in(args):
             flow.ties.freeze(labels, "the network's output")
         return None
-    if node.op == "get_attr":
-        return _parameter(flow, node)
     if not any(True for _ in tensors_in([args, kwargs])):
         # No activation takes part: sizes, constants, assertions.
         return flow.fixed(flow.value, "a tensor of fixed size")
@@ -167,10 +168,14 @@ def _freeze_inside(flow: Flow, name: str, module: nn.Module) -> None:
             flow.ties.freeze(flow.sites[inner].outputs, reason)
 
 
-def _parameter(flow: Flow, node: fx.Node) -> Any:
+def _parameter(flow: Flow, node: fx.Node, module: nn.Module) -> Any:
     name, value = str(node.target), flow.value
     if not isinstance(value, Tensor):
         return value
+    owner, _, leaf = name.rpartition(".")
+    if not hasattr(module.get_submodule(owner), leaf):
+        # Tensors that the code makes anew each time are kept by the trace, not by the network.
+        return flow.fixed(value, "a constant of the network's code")
     if value.numel() > LARGEST_PARAMETER:
         return flow.fixed(value, f"the parameter {name} has no channel dimension")
     if name not in flow.sites:

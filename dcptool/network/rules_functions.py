@@ -212,7 +212,7 @@ def chunk(flow: Flow, labels: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor
     return parts
 
 
-@rule(torch.split, "split", torch.split_with_sizes, "split_with_sizes", torch.tensor_split)
+@rule(torch.split, "split", torch.split_with_sizes, "split_with_sizes")
 def split(flow: Flow, labels: Tensor, sizes: Any, dim: int = 0) -> tuple[Tensor, ...]:
     """A split at literal sizes keeps the widths; equal computed sizes behave like chunk."""
     assert flow.node is not None

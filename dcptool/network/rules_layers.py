@@ -33,7 +33,8 @@ def convolution(flow: Flow, conv: nn.Conv2d, labels: Tensor) -> Tensor:
     inputs = flow.per_channel(labels, dim, f"{flow.place} convolves over more than positions")
     # A transposed convolution multiplies once for each position of its input.
     counted = labels.shape if isinstance(conv, TRANSPOSED) else shape
-    positions = math.prod(counted) // (counted[dim] * (counted[0] if dim else 1))
+    # The trace runs on one image: what stands before the channels may be windows of it.
+    positions = math.prod(counted) // counted[dim]
     outputs = flow.site("conv", inputs, conv.out_channels, positions=positions, groups=conv.groups)
     if conv.groups > 1:
         bundle = torch.cat([inputs.view(conv.groups, -1), outputs.view(conv.groups, -1)], dim=1)
@@ -46,7 +47,7 @@ def linear(flow: Flow, layer: nn.Linear, labels: Tensor) -> Tensor:
     """Reads the last dimension; after a flatten one channel is several columns."""
     shape = flow.shape()
     inputs = flow.per_channel(labels, -1, f"{flow.place} reads tokens of different origin")
-    positions = flow.value.numel() // (shape[-1] * (shape[0] if len(shape) > 1 else 1))
+    positions = flow.value.numel() // shape[-1]
     outputs = flow.site("linear", inputs, layer.out_features, positions=positions)
     return spread(outputs, shape, len(shape) - 1)
 

@@ -25,6 +25,9 @@ NETWORKS = [
     "timm:test_nfnet",
     "timm:test_efficientnet_evos",
     "timm:mobilenetv3_small_050",
+    "timm:mobilevit_xxs",
+    "timm:maxvit_rmlp_pico_rw_256",
+    "timm:swin_tiny_patch4_window7_224",
     "torchvision:shufflenet_v2_x0_5",
 ]
 
