@@ -25,7 +25,7 @@ from dcptool.pipeline import widths
 from dcptool.pipeline.job import Job
 from dcptool.pipeline.prune_record import SEARCH_FILE, TRIALS, WIDTHS_FILE
 from dcptool.selection.settings import Budget
-from dcptool.selection.widths import macs_of, reach
+from dcptool.selection.widths import macs_of, params_of, reach
 from dcptool.training.data import Data
 from dcptool.training.dist import SINGLE, Dist
 from dcptool.training.evaluate import evaluate, predictor
@@ -51,7 +51,9 @@ def smallest(
     """Try shares of the dense cost, and publish the smallest network that holds."""
     network.input = data.input
     graph = build_graph(network.module, data.input.size)
-    low, high = reach(job.selection.groups(graph), job.selection.round_to, macs_of(network, graph))
+    cost_of = params_of if goal.kind == "params" else macs_of
+    groups = job.selection.groups(graph)
+    low, high = reach(groups, job.selection.round_to, cost_of(network, graph))
     fails, holds = low / high, 1.0
     dense = _top1(network, data, job, dist) if data.labelled else 100.0
     trials: list[dict[str, Any]] = _recorded(folder, dist)
@@ -65,19 +67,22 @@ def smallest(
             trials.append(trial)
             if dist.is_writer:
                 files.publish_json(folder / SEARCH_FILE, {"goal": goal.drop, "trials": trials})
-        lost = f"{trial['drop']:.2f} points lost"
+        trial["ok"] = _holds(trial, goal, job)
         held = "holds" if trial["ok"] else "too much"
-        console.note(f"trial {number + 1}: {trial['share']:g} of dense {goal.kind}, {lost}: {held}")
+        console.note(
+            f"trial {number + 1}: {trial['share']:g} of dense {goal.kind}, {_lost(trial)}: {held}"
+        )
         if trial["ok"]:
-            best, holds = trial, trial["share"]
+            if trial["share"] <= holds:
+                best, holds = trial, trial["share"]
         else:
-            fails = trial["share"]
+            fails = max(fails, trial["share"])
         if holds / fails < CLOSE:
             break
     if best is None:
         raise GateFailed(
             f"no network within {goal.drop:g} points was found",
-            why="\n".join(f"{t['share']:g} of dense loses {t['drop']:.2f}" for t in trials),
+            why="\n".join(f"{t['share']:g} of dense: {_lost(t)}" for t in trials),
             try_="a larger --max-accuracy-drop, more --stage-steps or more --samples",
         )
     document = dict(best["document"])
@@ -94,8 +99,23 @@ def smallest(
         "max_accuracy_drop": goal.drop,
         "judged": {"images": len(data.val), "drop": best["drop"], "labels": data.labelled},
         "trials": rows,
-        "gates": [*document["gates"], gate],
+        "gates": [*one_prune.gates_of(job, document["agreement"]["top1"]), gate],
     }
+
+
+def _holds(trial: dict[str, Any], goal: Goal, job: Job) -> bool:
+    """Whether a trial is good enough; one of an earlier process may have been asked for less."""
+    if trial["drop"] is None:
+        return False
+    agrees = trial["document"]["agreement"]["top1"] >= (job.min_agreement or 0.0)
+    return bool(trial["drop"] <= goal.drop) and agrees
+
+
+def _lost(trial: dict[str, Any]) -> str:
+    if trial["drop"] is None:
+        return "no widths come to that"
+    agreed = trial["document"]["agreement"]["top1"]
+    return f"{trial['drop']:.2f} points lost, agreement {agreed:.2f} %"
 
 
 def _try(
@@ -115,9 +135,18 @@ def _try(
     first = place / "1" / WIDTHS_FILE
     budget = replace(goal.condition, kind=goal.kind, value=share, is_share=True)
     known = widths.read_curves(first) if dist.broadcast(number > 0 and first.is_file()) else None
-    trial_job = replace(job, selection=replace(job.selection, budget=budget), curves=known)
+    trial_job = replace(
+        job,
+        selection=replace(job.selection, budget=budget),
+        curves=known,
+        # Here a limit decides between sizes, and ends no search.
+        min_agreement=None,
+    )
     fresh = replace(network, module=copy.deepcopy(network.module))
-    document = one_prune.prune(fresh, data, trial_job, folder, dist)
+    try:
+        document = one_prune.prune(fresh, data, trial_job, folder, dist)
+    except widths.TargetMissed:
+        return {"share": share, "macs": None, "params": None, "drop": None, "document": None}
     if data.labelled:
         kept = _top1(artifact.load(folder), data, job, dist)
     else:
@@ -128,7 +157,6 @@ def _try(
         "macs": document["slim"]["macs"],
         "params": document["slim"]["params"],
         "drop": round(drop, 3) + 0.0,
-        "ok": drop <= goal.drop,
         "document": document,
     }
 

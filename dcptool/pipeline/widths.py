@@ -37,8 +37,10 @@ from dcptool.selection.widths import (
     params_of,
     reach,
     removed_by,
+    rounded,
     spread,
 )
+from dcptool.training.checkpoint import refuse_changes
 from dcptool.training.dist import SINGLE, Dist
 
 TOLERANCE = {"macs": 0.01, "params": 0.01, "latency": 0.05}
@@ -46,6 +48,10 @@ UNITS = {"macs": "MACs", "params": "parameters", "latency": "ms"}
 # Widths at which the latency table is measured.
 SHARES = (1.0, 0.75, 0.5, 0.25)
 ATTEMPTS = 5
+
+
+class TargetMissed(GateFailed):
+    """No widths come near enough to a budget."""
 
 
 def check_reach(network: Network, settings: Selection, dist: Dist = SINGLE) -> None:
@@ -73,33 +79,43 @@ def check_reach(network: Network, settings: Selection, dist: Dist = SINGLE) -> N
     )
 
 
-def by_scale(network: Network, settings: Selection) -> Selection:
+def by_scale(network: Network, graph: ChannelGraph, settings: Selection) -> Widths:
     """The widths that one threshold on all norm scales leaves (network slimming)."""
-    graph = build_graph(network.module, network.input.size)
-    scales = {
-        group.name: norm_scales(network.module, graph, group) for group in settings.groups(graph)
-    }
+    groups = settings.groups(graph)
+    scales = {group.name: norm_scales(network.module, graph, group) for group in groups}
     found = {name: values for name, values in scales.items() if values is not None}
     # A group without a norm is named and refused when its turn comes.
     counts = dict.fromkeys(scales, 1) | global_counts(found, settings.rate or Fraction(0))
-    return replace(settings, rate=None, rates={}, plan=counts)
+    return rounded(groups, counts, settings.round_to, macs_of(network, graph))
 
 
-def decide(network: Network, images: list[Tensor], job: Job, folder: Path, dist: Dist) -> Selection:
-    """The settings with a width for each group, where something but a plain rate is asked."""
+def decide(
+    network: Network,
+    images: list[Tensor],
+    job: Job,
+    folder: Path,
+    dist: Dist,
+    marks: Mapping[str, str],
+) -> Selection:
+    """The settings with a width for each group, where something but a plain rate is asked.
+
+    They are recorded with `marks`, what the run was asked for: a run of others takes none of them.
+    """
     settings = job.selection
     by_curves = settings.budget is not None or settings.widths == "curves"
+    by_scales = settings.method == "slimming"
     if settings.plan is not None or settings.epsilon is not None or settings.removes_nothing:
         return settings
-    if not by_curves and settings.round_to == 1:
+    if not (by_curves or by_scales) and settings.round_to == 1:
         return settings
     path = folder / WIDTHS_FILE
     if dist.broadcast(path.is_file()):
-        saved: Any = files.read_json(path, what="the widths of the run")["widths"]
-        return replace(settings, plan={str(k): int(v) for k, v in saved.items()})
+        saved: Any = files.read_json(path, what="the widths of the run")
+        refuse_changes(saved.get("asked", {}), marks, path)
+        return replace(settings, plan={str(k): int(v) for k, v in saved["widths"].items()})
     graph = build_graph(network.module, network.input.size)
     groups = settings.groups(graph)
-    record: dict[str, object] = {"round_to": settings.round_to}
+    record: dict[str, object] = {"asked": dict(marks), "round_to": settings.round_to}
     if by_curves:
         found = job.curves or curves.measure(network, images, settings, dist, job.device)
         widths: Widths = {}
@@ -107,6 +123,8 @@ def decide(network: Network, images: list[Tensor], job: Job, folder: Path, dist:
             widths = _within(network, graph, groups, found, settings, record)
         record["curves"] = {n: [float(f"{e:.4g}") for e in curve] for n, curve in found.items()}
         widths = dist.broadcast(widths)
+    elif by_scales:
+        widths = by_scale(network, graph, settings)
     else:
         widths = at_rate(network, graph, settings)
     if dist.is_writer:
@@ -155,7 +173,7 @@ def _within(
     record["target"] = {"kind": budget.kind, **target}
     off = reached / wanted - 1
     if abs(off) > TOLERANCE[budget.kind]:
-        raise GateFailed(
+        raise TargetMissed(
             f"the target of {_say(budget.kind, wanted)} was missed",
             why=f"the nearest widths come to {_say(budget.kind, reached)} ({100 * off:+.1f} %)",
             try_="--round-to 1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -136,8 +137,13 @@ def test_random_draws_anew_with_another_seed() -> None:
     assert len(draws) > 3
 
 
+def by_scale(given: Network, settings: Selection) -> Selection:
+    graph = build_graph(given.module, given.input.size)
+    return replace(settings, rate=None, plan=widths.by_scale(given, graph, settings))
+
+
 def test_slimming_has_one_threshold_for_all() -> None:
-    settings = widths.by_scale(network(), Selection(rate=Fraction("0.4"), method="slimming"))
+    settings = by_scale(network(), Selection(rate=Fraction("0.4"), method="slimming"))
     module = network().module
     scales = [
         (abs(value.item()), name, channel)
@@ -163,7 +169,7 @@ def test_slimming_leaves_one_and_needs_norms() -> None:
     bare = models.load("zoo:spherenet4", pretrained=False, num_classes=5)
     graph = build_graph(bare.module, bare.input.size)
     assert norm_scales(bare.module, graph, graph.groups[0]) is None
-    settings = widths.by_scale(bare, Selection(rate=Fraction("0.5"), method="slimming"))
+    settings = by_scale(bare, Selection(rate=Fraction("0.5"), method="slimming"))
     with pytest.raises(UsageError, match="slimming cannot rank conv1_1"):
         select(bare, [torch.zeros(2, 3, 112, 96)], settings)
 

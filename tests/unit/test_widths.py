@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from dcptool.cli.prune_command import command
 from dcptool.deploy import granularity
 from dcptool.deploy.latency import Table
-from dcptool.errors import GateFailed, UsageError
+from dcptool.errors import GateFailed, InputError, UsageError
 from dcptool.network import models
 from dcptool.network.graph import build_graph
 from dcptool.pipeline.job import Job
@@ -54,6 +54,9 @@ def test_rounding_keeps_the_macs_of_the_rate(name: str, rate: str) -> None:
     assert macs(rounded) == pytest.approx(wanted, rel=0.02)
 
 
+ASKED = {"rate": "0.5"}
+
+
 def _small() -> tuple[object, list[torch.Tensor]]:
     torch.manual_seed(0)
     network = models.load("zoo:resnet20", pretrained=False)
@@ -65,15 +68,17 @@ def _small() -> tuple[object, list[torch.Tensor]]:
 def test_a_budget_is_met_within_one_percent(tmp_path, kind: str, multiple: int) -> None:
     network, images = _small()
     settings = Selection(budget=Budget(kind, 0.4, True), round_to=multiple, positions=8)
-    found = decide(network, images, Job(settings, training=False), tmp_path, SINGLE)
+    found = decide(network, images, Job(settings, training=False), tmp_path, SINGLE, ASKED)
     graph = build_graph(network.module, network.input.size)
     count = widths.macs_of if kind == "macs" else widths.params_of
     cost = count(network, graph)
     dense = cost({group.name: len(group.units) for group in settings.groups(graph)})
     assert cost(found.plan) / dense == pytest.approx(0.4, rel=0.01)
     # The run knows its widths from now on.
-    again = decide(network, [], Job(settings, training=False), tmp_path, SINGLE)
+    again = decide(network, [], Job(settings, training=False), tmp_path, SINGLE, ASKED)
     assert again.plan == found.plan
+    with pytest.raises(InputError, match="belongs to another run"):
+        decide(network, [], Job(settings, training=False), tmp_path, SINGLE, {"rate": "0.2"})
 
 
 @pytest.mark.parametrize("value", [0.001, 5e9])
@@ -91,7 +96,7 @@ def test_a_budget_that_is_missed_fails(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("dcptool.pipeline.widths.spread", lambda *_: {"layer1.0.conv1": 15})
     settings = Selection(budget=Budget("macs", 0.4, True), positions=8)
     with pytest.raises(GateFailed):
-        decide(network, images, Job(settings, training=False), tmp_path, SINGLE)
+        decide(network, images, Job(settings, training=False), tmp_path, SINGLE, ASKED)
     assert not list(tmp_path.iterdir())
 
 
@@ -102,7 +107,7 @@ def test_milliseconds_are_met_and_measured(tmp_path, monkeypatch) -> None:
     settings = Selection(budget=budget, positions=8)
     check_reach(network, settings)
     try:
-        found = decide(network, images, Job(settings, training=False), tmp_path, SINGLE)
+        found = decide(network, images, Job(settings, training=False), tmp_path, SINGLE, ASKED)
     except GateFailed:
         pytest.skip("the machine is too noisy to time anything")
     assert (tmp_path / "widths.json").is_file()
