@@ -36,7 +36,9 @@ class Head(nn.Module):
         return scores
 
     def pooled(self, features: Tensor) -> Tensor:
-        """What the linear layer reads (images x channels)."""
+        """What the linear layer reads (images x channels); tokens have their channels last."""
+        if features.dim() > 2 and features.shape[1] != self.norm.num_features:
+            features = features.movedim(-1, 1)
         flat = features.flatten(2) if features.dim() > 2 else features.unsqueeze(-1)
         return F.relu(self.norm(flat)).mean(-1)
 
@@ -154,7 +156,6 @@ class WithHeads(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """The network's own scores."""
-        self.values.clear()
         scores: Tensor = self.network(images)
         return scores
 
@@ -165,7 +166,12 @@ class WithHeads(nn.Module):
         def see(_module: nn.Module, _inputs: object, output: Tensor) -> None:
             self.values.append(output)
 
-        hooks = [
+        def begin(_module: nn.Module, _inputs: object) -> None:
+            # Here and not in `forward`: a copy of this module keeps the hooks, which see for us.
+            self.values.clear()
+
+        hooks = [self.network.register_forward_pre_hook(begin)]
+        hooks += [
             self.network.get_submodule(pivot).register_forward_hook(see) for pivot in self.pivots
         ]
         try:
@@ -281,11 +287,21 @@ def _of_all(rows: Tensor, dist: Dist) -> Tensor:
 
 
 def width_at(module: nn.Module, pivot: str, size: Sequence[int]) -> int:
-    """Channels of what a module returns."""
+    """Channels of what a module returns: they come first, or last as in tokens.
+
+    The layers inside it tell which: one of the two is as wide as some of them.
+    """
+    inside = module.get_submodule(pivot)
+    names = ("out_channels", "out_features", "num_features", "num_channels")
+    widths = {getattr(layer, name, None) for layer in inside.modules() for name in names}
     found: list[int] = []
-    hook = module.get_submodule(pivot).register_forward_hook(
-        lambda _m, _i, output: found.append(output.shape[1])
-    )
+
+    def see(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        first, last = output.shape[1], output.shape[-1]
+        is_last = output.dim() == 3 or (first not in widths and last in widths)
+        found.append(last if is_last else first)
+
+    hook = inside.register_forward_hook(see)
     try:
         with torch.no_grad():
             module.eval()(torch.zeros(1, *size))

@@ -100,7 +100,7 @@ class Stage:
         first: int,
         last: int,
         choices: list[Choice],
-        task: console.Task,
+        tell: Report,
         report: Report | None,
         edge: Edge,
         skip: int = 0,
@@ -114,7 +114,7 @@ class Stage:
 
         def decided(choice: Choice) -> None:
             choices.append(choice)
-            task.advance(1, f"{choice.group}: {len(choice.kept)} of {choice.units} channels")
+            tell(choice)
             if report is not None:
                 report(choice)
 

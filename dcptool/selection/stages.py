@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dcptool import console
 from dcptool.errors import InputError
 from dcptool.network.base import Cut, Network
+from dcptool.network.cost import plan_cost
 from dcptool.network.graph import ChannelGraph, build_graph
 from dcptool.network.surgery import Proof, compose, cut, plan_cuts, prove
 from dcptool.selection.chain import build_chain
@@ -102,8 +103,15 @@ def select(
         current.load_state_dict(start.weights)
         outcome.choices = list(start.choices)
     try:
-        with console.progress("prune", len(settings.groups(graph))) as task:
-            task.advance(len(outcome.choices))
+        work = _work(network, graph, settings)
+        with console.progress("prune", sum(work.values())) as task:
+
+            def tell(choice: Choice) -> None:
+                said = f"{choice.group}: {len(choice.kept)} of {choice.units} channels"
+                task.advance(work.get(choice.group, 0.0), said)
+
+            for choice in outcome.choices:
+                tell(choice)
             for number, (pivot, last) in list(enumerate(stages))[begun:]:
                 goes_on = start is not None and number == begun
                 if fit_stage is not None:
@@ -129,7 +137,7 @@ def select(
                         now = (number, place, layer, known, removed, choices, weights)
                         edge(Progress(*now, stage.problems.slopes))
 
-                removed = stage.run(first, last, outcome.choices, task, report, at_edge, skip)
+                removed = stage.run(first, last, outcome.choices, tell, report, at_edge, skip)
                 first = min(last, len(stage.chain.segments))
                 fresh = plan_cuts(stage.graph, removed)
                 proof = prove(current.cpu(), stage.graph, removed, network.input.size)
@@ -151,6 +159,15 @@ def select(
     return outcome
 
 
+def _work(network: Network, graph: ChannelGraph, settings: Selection) -> dict[str, float]:
+    """About how long each group takes: the MACs of the layers that make and read it."""
+    macs = {name: macs for name, (_, macs) in plan_cost(graph, network.module).by_site.items()}
+    return {
+        group.name: float(sum(macs.get(name, 0) for name in (*group.producers, *group.consumers)))
+        for group in settings.groups(graph)
+    }
+
+
 def solve_again(
     network: Network,
     outcome: Outcome,
@@ -169,11 +186,11 @@ def solve_again(
     samples = share(images, dist, device)
     cuts = dict(outcome.cuts)
     try:
-        with console.progress("sweep", 1) as task:
+        with console.progress("sweep"):
             stage = Stage(
                 network, dense, current, cuts, nothing_goes, room, samples, None, (), tick
             )
-            stage.run(0, len(stage.chain.segments), [], task, None, lambda *_: None)
+            stage.run(0, len(stage.chain.segments), [], lambda _: None, None, lambda *_: None)
     finally:
         room.close()
     return current.cpu()

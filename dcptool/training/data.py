@@ -314,11 +314,14 @@ def _ranks_in_class(
 
 
 def samples(data: Data, count: int, seed: int = 0) -> ImageSet:
-    """`count` training images, as many of each class as can be, without augmentation."""
+    """`count` training images, as many of each class as can be, without augmentation.
+
+    Classes take turns, so that any few batches of them show all.
+    """
     labels = data.train.labels
     rank, _, offset = _ranks_in_class(labels, seed)
     order = numpy.lexsort((offset, rank))[:count]
-    return data.train.subset(numpy.sort(order), "samples", augment=Augment.none())
+    return data.train.subset(order, "samples", augment=Augment.none())
 
 
 def _open_unlabelled(spec: DataSpec, folder: Path, seen: Input) -> Data:

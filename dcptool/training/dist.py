@@ -118,9 +118,12 @@ def start(device: str = "cpu", timeout_s: float | None = None) -> Dist:
     if timeout_s is None:
         timeout_s = float(os.environ.get("DCPTOOL_DIST_TIMEOUT", TIMEOUT_S))
     if torch.distributed.is_initialized():
-        backend = torch.distributed.get_backend()
+        backend = str(torch.distributed.get_backend())
     else:
         backend = "nccl" if device.startswith("cuda") else "gloo"
+        if backend == "nccl":
+            # Collectives of objects go through the current device, which is the first otherwise.
+            torch.cuda.set_device(device)
         try:
             torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         except (RuntimeError, ValueError) as err:

@@ -118,7 +118,7 @@ def evaluate(
         raise GateFailed(
             "the network's scores are not finite",
             why=f"over {seen} images the loss is {loss}",
-            try_="check the weights: dcptool analyze names layers with NaN or Inf",
+            try_="other weights with --checkpoint, or --device cpu without --amp",
         )
     return Accuracy(
         top1=100 * top1,

@@ -150,6 +150,12 @@ def list_classes(root: Path, classes: Sequence[str] | None = None) -> Listing:
             empty.append(readable_name(folder.name))
         paths += found
         labels += [order.index(folder.name)] * len(found)
+    if not paths and not folders and (loose := walk(root)[0]):
+        raise InputError(
+            f"{root} has no class folders",
+            why=f"{len(loose):,} images lie in it side by side, which says no class of any",
+            try_=f"{root}/CLASS/*.jpg; unlabelled images go by --images {root}",
+        )
     if not paths:
         raise _no_images(root)
     if empty and classes is None:

@@ -77,4 +77,4 @@ def _time(model: nn.Module, size: tuple[int, ...], device: str, *, channels_last
 
 def _wait(device: str) -> None:
     if device.startswith("cuda"):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)

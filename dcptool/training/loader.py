@@ -196,9 +196,11 @@ class Batches:
         steps = []
         for step in range(len(self)):
             together = shuffled[step * whole : (step + 1) * whole]
-            # A set smaller than one batch is dealt out evenly.
-            share = -(-len(together) // world)
-            steps.append(together[rank * share : (rank + 1) * share])
+            if len(together) == whole:
+                steps.append(together[rank * self.batch_size : (rank + 1) * self.batch_size])
+            else:
+                # A set smaller than one batch is dealt out evenly.
+                steps.append(together[rank::world])
         return steps
 
     def epoch(self, number: int = 0, start: int = 0) -> Iterator[Batch]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dcptool.errors import UsageError
 from dcptool.training.loader import Batches
@@ -30,6 +30,19 @@ def one_value_explained() -> Iterator[None]:
         ) from err
 
 
+def _without_single(batches: Batches) -> Iterator[Tensor]:
+    """The images of each batch; a last one alone joins the batch before."""
+    waiting: Tensor | None = None
+    for images, _ in batches.epoch():
+        if waiting is not None and len(images) == 1 < len(waiting):
+            images = torch.cat([waiting, images])
+        elif waiting is not None:
+            yield waiting
+        waiting = images
+    if waiting is not None:
+        yield waiting
+
+
 def reestimate_norms(model: nn.Module, batches: Batches) -> int:
     """Replace running means and variances by averages over `batches`; returns norms changed.
 
@@ -47,7 +60,7 @@ def reestimate_norms(model: nn.Module, batches: Batches) -> int:
         norm.train()
     try:
         with torch.no_grad(), one_value_explained():
-            for images, _ in batches.epoch():
+            for images in _without_single(batches):
                 model(images)
     finally:
         for norm in norms:

@@ -103,6 +103,8 @@ def test_samples_are_balanced_and_seeded(folder: Path) -> None:
     assert set(chosen.numbers) <= set(data.train.numbers)
     assert (samples(data, 6, seed=1).numbers == chosen.numbers).all()
     assert chosen.augment.off
+    # Classes take turns: the halves of a batch show the same ones.
+    assert [set(chosen.labels[i : i + 2]) for i in (0, 2, 4)] == [{0, 1}] * 3
 
 
 def test_pixels_are_normalised_as_the_network_says(folder: Path) -> None:
@@ -183,8 +185,9 @@ def test_empty_classes_and_single_classes_are_refused(folder: Path) -> None:
         open_data(DataSpec(data_dir=folder), network())
     assert "bird" in caught.value.why
     (folder / "train" / "bird").rmdir()
-    with pytest.raises(InputError, match="no image"):
+    with pytest.raises(InputError, match="no class folders") as caught:
         open_data(DataSpec(data_dir=folder / "train" / "cat"), network())
+    assert "--images" in caught.value.try_
     with pytest.raises(InputError, match="no folder"):
         open_data(DataSpec(data_dir=folder / "nothing"), network())
 

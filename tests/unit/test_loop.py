@@ -362,6 +362,13 @@ def test_norms_are_estimated_as_plain_averages() -> None:
     assert ours[1].momentum == 0.1
 
 
+def test_a_last_image_alone_joins_the_batch_before() -> None:
+    ours, sizes = model(), []
+    ours.register_forward_pre_hook(lambda _m, given: sizes.append(len(given[0])))
+    reestimate_norms(ours, loader(images(25), 12))
+    assert sizes == [12, 13]
+
+
 @pytest.mark.parametrize(
     ("schedule", "step", "wanted"),
     [
