@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from dcptool import console
+from dcptool.cli import idle
 from dcptool.cli.app import emit
 from dcptool.cli.options import model_options, output_options
 
@@ -88,6 +89,8 @@ def command(
         given = [name for name, value in (("MODEL", model), ("--emit-plan", emit_plan)) if value]
         if given:
             raise UsageError(f"{given[0]} and --recipe exclude each other")
+        own = ("rates", "scope", "losses", "prune_residual", *options)
+        idle.refuse(own, "beside --recipe, which says it", "a recipe of your own, or MODEL")
         analyze_recipe.show(recipe, plot, as_json=as_json)
         return
     if model is None:

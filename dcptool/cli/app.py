@@ -233,6 +233,11 @@ def called() -> list[str] | None:
     return list(call.arguments) if call is not None else None
 
 
+def is_typed() -> bool:
+    """Whether a person typed this command, and no recipe or program called it."""
+    return called() is None and DOCUMENT_FILE not in os.environ
+
+
 def hand_over(document: dict[str, Any]) -> bool:
     """Give a document to whoever called the command; False when a person typed it."""
     call = _call.get()

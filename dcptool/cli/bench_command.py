@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dcptool import console
+from dcptool.cli import idle
 from dcptool.cli.app import emit
 from dcptool.cli.numbers import FiniteRange
 from dcptool.cli.options import data_options, model_options, output_options, runs_option
@@ -142,6 +143,12 @@ def command(
         targets = (str(rundir.latest(runs_dir)),)
     from dcptool.deploy import bench, bench_table, bench_targets, machine, profile, session
 
+    if not with_int8:
+        idle.refuse((*data, "samples"), "without --int8")
+    named = (*targets, baseline) if baseline else targets
+    if not any(bench_targets.is_model(target) for target in named):
+        own = ("checkpoint", "num_classes", "pretrained")
+        idle.refuse(own, "here: artifacts and files have their own weights and classifier")
     settings = bench.Settings(
         providers=tuple(session.choose(providers)),
         batch_sizes=tuple(dict.fromkeys(batch_sizes)),
@@ -211,11 +218,13 @@ def _four(
     place: Path,
 ) -> Four:
     """The files of --int8, and their accuracies."""
+    from dcptool.cli import recorded
     from dcptool.deploy import bench_targets, precision
     from dcptool.training.data import spec_of
 
     if len(targets) != 1 or not bench_targets.is_artifact(targets[0]) or baseline is not None:
         raise UsageError("--int8 is for one artifact", try_="dcptool bench runs/latest --int8")
+    data = recorded.data_of(targets[0], data)
     spec = spec_of(data, seed=model["seed"], offline=model["offline"])
     return precision.four(Path(targets[0]), spec, samples, model["seed"], place)
 

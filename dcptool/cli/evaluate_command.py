@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from dcptool import console
+from dcptool.cli import idle, recorded
 from dcptool.cli.app import emit
 from dcptool.cli.numbers import FiniteRange
 from dcptool.cli.options import (
@@ -99,12 +100,15 @@ def command(
         _verify(target, data["data_dir"], model, where, batch_size, as_json=as_json)
         return None
     with launch.together(where) as dist:
+        data = recorded.data_of(target, data, labelled=True)
         spec = images.spec_of(
             data, seed=model["seed"], img_size=model["img_size"], offline=model["offline"]
         )
         if target.endswith(".onnx"):
             from dcptool.deploy.predictor import open_onnx
 
+            own = ("checkpoint", "num_classes", "pretrained", "amp", "amp_dtype", "device")
+            idle.refuse(own, "with an ONNX file, which runs as it is, on the CPU")
             opened = open_onnx(Path(target), img_size=model["img_size"])
             network, predict, where = opened.network, opened.predict, "cpu"
             batch_size = opened.batch_size or batch_size

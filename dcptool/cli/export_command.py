@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import click
 
 from dcptool import console, files
+from dcptool.cli import idle, recorded
 from dcptool.cli.app import emit
 from dcptool.cli.numbers import FiniteRange
 from dcptool.cli.options import data_options, model_options, output_options, runs_option
@@ -119,20 +121,23 @@ def command(
     """
     if not as_int8 and (int8_skip or max_accuracy_drop is not None):
         raise UsageError("--int8-skip and --max-accuracy-drop are for --int8", try_="add --int8")
+    if not as_int8:
+        idle.refuse(("calibration", "samples"), "without --int8", "add --int8")
     if as_int8 and fp16:
         raise UsageError("--int8 and --fp16 exclude each other")
+    from dcptool.network.artifact import is_artifact
     from dcptool.pipeline import rundir
 
     # All that can be wrong with the command line, before a library is loaded.
     if onnx_file:
         _refuse_folder(target, onnx_file)
     target = target or str(rundir.latest(runs_dir))
-    if Path(target).is_file():
+    if os.path.isfile(target):  # noqa: PTH113 - never raises
         raise UsageError(
             f"{target} is a file, not a model or an artifact",
             try_="dcptool export MODEL --checkpoint FILE for a file of weights",
         )
-    artifact = Path(target).is_dir()
+    artifact = is_artifact(target)
     path = _output(target, onnx_file, artifact)
     with_onnx = onnx_file is not None or not safetensors
     for option, wanted in (("--onnx", path if with_onnx else None), ("--safetensors", safetensors)):
@@ -165,6 +170,8 @@ def command(
         )
         facts = targets.facts_of(Path(target)) if artifact else {}
         parity, images = None, None
+        if as_int8:
+            data = recorded.data_of(target, data)
         if as_int8 or data["data_dir"] or data["dataset"] or data["images"]:
             from dcptool.deploy import samples as sampling
             from dcptool.training.data import spec_of

@@ -129,6 +129,7 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
     model = {key: options[key] for key in MODEL_KEYS}
     with ExitStack() as stack:
         dist = stack.enter_context(launch.together(device))
+        options = {**options, "data": recorded.data_of(target, options["data"])}
         spec = images.spec_of(
             options["data"],
             seed=options["seed"],
@@ -158,6 +159,7 @@ def _work(options: dict[str, Any], resume: Path | None) -> dict[str, Any] | None
         if dist.is_writer:
             stack.enter_context(files.lock_folder(folder))
             if resume is None:
+                pipeline.clear_checkpoints(folder)
                 named = {"target": _lasting(target), "teacher": _lasting(options["teacher"])}
                 plain = recorded.plain({**options, **named})
                 old = recorded.replaced(folder, RESULT_FILE)
@@ -216,7 +218,7 @@ def _teacher(options: dict[str, Any], target: str, network: Any) -> Any:
     """The dense network, where it is named or where the artifact says it can be had."""
     if options["kd"] is False:
         return None
-    from dcptool.network import artifact, models
+    from dcptool.network import artifact
     from dcptool.pipeline import ancestry
 
     where = options["teacher"]
@@ -237,13 +239,7 @@ def _teacher(options: dict[str, Any], target: str, network: Any) -> Any:
             console.note("no distillation: --loss angular trains by the labels alone")
             return None
         if path is not None:
-            return models.load(
-                str(network.base),
-                checkpoint=path,
-                num_classes=network.base.num_classes,
-                img_size=network.input.size[1],
-                offline=True,
-            )
+            return artifact.load_dense(network.base, network.input, path)
     if options["kd"]:
         raise UsageError(
             "--kd needs the dense weights",

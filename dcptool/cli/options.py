@@ -13,6 +13,8 @@ from dcptool import console
 from dcptool.cli.numbers import FiniteRange
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+# NumPy's generators take no more.
+LARGEST_SEED = 2**32 - 1
 
 
 def stack(*decorators: Callable[[Any], Any]) -> Callable[[Function], Function]:
@@ -76,7 +78,11 @@ model_options = stack(
     click.option("--num-classes", type=click.IntRange(1), help="Size of the classifier."),
     click.option("--img-size", type=click.IntRange(8, 4096), help="Input height and width."),
     click.option(
-        "--seed", type=int, default=0, show_default=True, help="Seed of all that is random."
+        "--seed",
+        type=click.IntRange(0, LARGEST_SEED),
+        default=0,
+        show_default=True,
+        help="Seed of all that is random.",
     ),
     click.option(
         "--offline", is_flag=True, envvar="DCPTOOL_OFFLINE", help="Never use the network."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+import time
 from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dcptool import console
-from dcptool.cli import recorded
+from dcptool.cli import app, recorded
 from dcptool.cli.app import emit
 from dcptool.cli.numbers import FiniteRange
 from dcptool.cli.options import (
@@ -183,8 +184,11 @@ def _work(
         training_wanted = not options["no_training"]
         pipeline.check(network, data, settings, training=training_wanted, processes=dist.world)
         widths.check_reach(network, settings, dist)
+        baseline_s = 0.0
         if is_bare:
+            began = time.monotonic()
             network = _fitted(network, data, options, device, dist)
+            baseline_s = time.monotonic() - began
         made = None
         if dist.is_writer:
             made = resume or _folder(model, settings, options)
@@ -192,12 +196,13 @@ def _work(
         assert folder is not None
         launch.record_in(folder)
         console.note(f"pruning {network.base} ({network.weights}) on {data.source} in {folder}")
-        if settings.could_spread:
+        if settings.could_spread and app.is_typed():
             console.note("one rate for all groups; --widths curves takes longer, mostly loses less")
         if dist.is_writer:
             stack.enter_context(files.lock_folder(folder))
             if resume is None:
                 prune_record.clear(folder)
+            if resume is None or not prune_record.has_state(folder):
                 lasting = Path(model) if artifact.is_artifact(model) else model
                 plain = recorded.plain({**options, "model": lasting})
                 old = recorded.replaced(folder, artifact.MANIFEST)
@@ -230,6 +235,9 @@ def _work(
         processes.stop()
         if not dist.is_writer:
             return None
+        spent = document["seconds"]
+        spent["baseline"] = round(baseline_s, 2)
+        spent["total"] = round(spent["total"] + baseline_s, 2)
         is_latest = folder.parent == rundir.runs_folder(options["runs_dir"])
         if is_latest:
             rundir.set_latest(folder)
@@ -237,7 +245,8 @@ def _work(
 
         kept = {**document, "artifact": folder.name}
         page.after(folder, "prune", kept, recorded.typed())
-        console.note(prune_record.next_commands(folder, is_latest=is_latest))
+        if app.is_typed():
+            console.note(prune_record.next_commands(folder, is_latest=is_latest))
         return document
 
 
@@ -277,6 +286,7 @@ def _open(model: str, options: dict[str, Any]) -> tuple[Network, Data, bool]:
     from dcptool.training import data as images
 
     keys = ("pretrained", "checkpoint", "num_classes", "img_size", "seed", "offline")
+    options["data"] = recorded.data_of(model, options["data"])
     spec = images.spec_of(
         options["data"],
         seed=options["seed"],
@@ -349,7 +359,7 @@ def _text(document: dict[str, Any]) -> str:
             f"{dense['macs'] / slim['macs']:.2f}x fewer",
         ],
     ]
-    if dense["top1"] is not None:
+    if dense["top1"] is not None and slim["top1"] is not None:
         change = slim["top1"] - dense["top1"]
         rows.append(["top-1", f"{dense['top1']:.2f} %", f"{slim['top1']:.2f} %", f"{change:+.2f}"])
     target = document.get("target")
@@ -364,14 +374,33 @@ def _text(document: dict[str, Any]) -> str:
         console.table(["", "dense", "slim", ""], rows, align="<>>>"),
         "",
         *_judged(document),
-        f"agrees with the dense network on {agreement['top1']:.1f} % of {agreement['images']} "
-        "held-out images",
+        *_this_cut(document),
+        f"agrees with the {'network before' if 'before' in document else 'dense network'} on "
+        f"{agreement['top1']:.1f} % of {agreement['images']} held-out images",
         f"proved: cut equals mask to {document['proof']['difference']:.1e}",
-        f"{document['artifact']}, {console.clock(seconds['total'])} "
-        f"(selection {console.clock(seconds['selection'])}, "
-        f"training {console.clock(seconds['training'])})",
+        f"{document['artifact']}, {console.clock(seconds['total'])} ({_parts(seconds)})",
     ]
     return "\n".join(lines)
+
+
+def _parts(seconds: dict[str, float]) -> str:
+    """Where the time went; the rest is reading images, checks and measurements."""
+    named = ("baseline", "selection", "training")
+    rest = max(0.0, seconds["total"] - sum(seconds[key] for key in named))
+    parts = [(key, seconds[key]) for key in named if seconds[key]] + [("checks", rest)]
+    return ", ".join(f"{key} {console.clock(spent)}" for key, spent in parts)
+
+
+def _this_cut(document: dict[str, Any]) -> list[str]:
+    """Of a network that had been cut before: what this cut alone took."""
+    if "before" not in document:
+        return []
+    before, slim = document["before"], document["slim"]
+    text = f"this cut alone: {before['macs']:,} -> {slim['macs']:,} MACs"
+    if before["top1"] is not None:
+        change = slim["top1"] - before["top1"]
+        text += f", top-1 {before['top1']:.2f} % -> {slim['top1']:.2f} % ({change:+.2f})"
+    return [text]
 
 
 def _judged(document: dict[str, Any]) -> list[str]:
@@ -391,6 +420,8 @@ def _trials(trials: list[dict[str, Any]]) -> list[str]:
         return []
     rows = [
         [f"{t['share']:g}", f"{t['macs']:,}", f"{t['drop']:.2f}", "yes" if t["ok"] else "no"]
+        if t["drop"] is not None
+        else [f"{t['share']:g}", "not met", "-", "no"]
         for t in trials
     ]
     return [console.table(["tried", "MACs", "points lost", "holds"], rows, align=">>><"), ""]

@@ -21,6 +21,11 @@ from click.core import ParameterSource
 from dcptool.cli import app
 from dcptool.errors import InputError
 
+# What names images, and what of a folder of images a run remembers; data sets by a name are not
+# taken over, as these may be fetched.
+NAMED = ("data_dir", "dataset", "images")
+FOLDERS = ("data_dir", "images", "train_split", "val_split", "val_fraction")
+PATHS = frozenset(("data_dir", "images"))
 # Where results go and how much is said may change when a run is resumed.
 FREE = frozenset(("resume", "output", "runs_dir", "as_json", "quiet", "verbose", "debug"))
 
@@ -50,6 +55,28 @@ def read(
             else:
                 result[key] = new
     return result
+
+
+def data_of(target: str, data: dict[str, Any], *, labelled: bool = False) -> dict[str, Any]:
+    """The data options; where no data is named, the folder that an artifact was made with.
+
+    One without labels is no use to who has asked for a `labelled` one.
+    """
+    from dcptool import console, files
+
+    if any(data.get(key) for key in NAMED):
+        return data
+    for name in ("finetune.json", "prune.json"):
+        path = Path(target) / name
+        if not path.is_file():
+            continue
+        saved = files.read_json(path, what="the options of the run")
+        found = {key: _typed(saved[key], key, PATHS) for key in FOLDERS if saved.get(key)}
+        place = found.get("data_dir") or (not labelled and found.get("images"))
+        if place:
+            console.note(f"no data named: taking {place}, as {target} was made with it")
+            return {**data, **found}
+    return data
 
 
 def replaced(run: Path, *names: str) -> dict[str, Any]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from dcptool.cli import app
+from dcptool.cli import idle
 from dcptool.cli.options import packed
 from dcptool.errors import InputError, UsageError
 
@@ -240,6 +238,13 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int, *, training: 
         faults.append("one of --rate, --epsilon, --target-macs ... and --plan is needed")
     if given["widths"] == "curves" and given["rate"] is None:
         faults.append("--widths curves spreads the MACs of a --rate")
+    if given["widths"] == "curves" and given["rates"]:
+        faults.append("--rate-of and --widths curves exclude each other")
+    if given["method"] == "slimming" and given["plan"] is None:
+        if given["rate"] is None or given["rates"]:
+            faults.append("--method slimming has one threshold for all groups, which a --rate sets")
+        if given["widths"] == "curves":
+            faults.append("--method slimming and --widths curves exclude each other")
     if given["rates"] and given["rate"] is None:
         faults.append("--rate-of needs a --rate for all other groups")
     if given["epsilon"] is not None and not 0 < given["epsilon"] < 1:
@@ -297,8 +302,7 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int, *, training: 
 def _idle(given: dict[str, Any], *, training: bool) -> list[str]:
     """Options that were typed and play no part; a recipe may set them for all its variants."""
     context = click.get_current_context(silent=True)
-    is_typed = app.called() is None and app.DOCUMENT_FILE not in os.environ
-    if context is None or context.info_name != "prune" or not is_typed:
+    if context is None or context.info_name != "prune":
         return []
     searches = given["max_accuracy_drop"] is not None
     times = (
@@ -316,9 +320,10 @@ def _idle(given: dict[str, Any], *, training: bool) -> list[str]:
         ("loop_epochs", given["solver"] == "sgd" or is_aware, "--solver sgd or a --lambda"),
     )
     return [
-        f"--{name.replace('_', '-')} does nothing without {what}"
+        f"{flag} does nothing without {what}"
         for name, has_part, what in parts
-        if not has_part and context.get_parameter_source(name) == ParameterSource.COMMANDLINE
+        if not has_part
+        for flag in idle.typed((name,))
     ]
 
 

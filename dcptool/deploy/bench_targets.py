@@ -5,6 +5,7 @@ Artifacts and model names are exported on the way, so torch is imported only for
 
 from __future__ import annotations
 
+import os
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from dcptool.errors import InputError, UsageError
 
 MANIFEST = "manifest.json"
 EXPORT_FILE, DENSE_FILE = "model.onnx", "dense.onnx"
+DENSE_WEIGHTS = "dense.safetensors"
 DENSE = "dense"
 HASH = "artifact_sha256"
 
@@ -57,23 +59,32 @@ def _resolve(
 
 def is_artifact(target: str) -> bool:
     """Whether `target` is a folder with a manifest."""
-    return (Path(target) / MANIFEST).is_file()
+    return os.path.isfile(os.path.join(target, MANIFEST))  # noqa: PTH113, PTH118 - never raises
+
+
+def is_model(target: str) -> bool:
+    """Whether `target` names a model, which is exported for the purpose."""
+    return not (is_artifact(target) or _is_file(target) or target == DENSE)
+
+
+def _is_file(target: str) -> bool:
+    return target.endswith(".onnx") or os.path.isfile(target)  # noqa: PTH113
 
 
 def _entry(target: str, model: Mapping[str, Any], scratch: Path) -> Entry:
     path = Path(target)
     if is_artifact(target):
         return Entry("slim", _newest_export(path), partial(_load, target))
-    if path.is_dir():
+    if _is_file(target):
+        return Entry(path.stem, path)
+    from dcptool.deploy import export, targets
+
+    if targets.is_folder(target):
         raise InputError(
             f"{path} is not an artifact",
             why=f"there is no {MANIFEST} in it",
             try_="dcptool bench FILE.onnx",
         )
-    if path.suffix == ".onnx" or path.exists():
-        return Entry(path.stem, path)
-    from dcptool.deploy import export, targets
-
     network = targets.open_network(target, **model)
     name = f"{len(list(scratch.iterdir()))}.onnx"
     console.note(f"exporting {network.base} for the purpose")
@@ -144,9 +155,8 @@ def dense_entry(folder: Path) -> Entry:
     if not path.exists() or _is_stale(path, folder):
         from dcptool.deploy import export
 
-        console.note(
-            f"exporting the dense network to {path} with random weights: same graph, same speed"
-        )
+        weights = "" if _has_dense(folder) else " with random weights: same graph, same speed"
+        console.note(f"exporting the dense network to {path}{weights}")
         facts = {HASH: _hash_of(folder)}
         export.export(_dense(str(folder)), path, facts=facts, labels=False, force=path.exists())
     return Entry(DENSE, path, partial(_dense, str(folder)))
@@ -158,7 +168,13 @@ def _load(target: str) -> Any:
     return targets.open_network(target)
 
 
+def _has_dense(folder: Path) -> bool:
+    return (folder / DENSE_WEIGHTS).is_file()
+
+
 def _dense(target: str) -> Any:
     from dcptool.deploy import targets
 
-    return targets.dense_of(targets.open_network(target))
+    network = targets.open_network(target)
+    weights = Path(target) / DENSE_WEIGHTS
+    return targets.dense_of(network, weights if _has_dense(Path(target)) else None)

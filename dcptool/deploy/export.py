@@ -101,6 +101,8 @@ def export(
     options = options or Options()
     _check_options(options, images)
     files.require_new(target, force=force)
+    if labels and network.classes:
+        files.require_new(labels_beside(target), force=force)
     files.make_folder(target.parent)
     files.require_space(target.parent, bytes_of(network.module))
     check_finite(network)
@@ -119,8 +121,8 @@ def export(
         found = _parity_of(network, proto, options, samples)
     check(proto)
     data = proto.SerializeToString()
-    beside = publish_labels(network, target, force=force) if labels else None
     files.publish(target, data)
+    beside = publish_labels(network, target) if labels else None
     return Exported(
         target,
         len(data),
@@ -271,12 +273,16 @@ def _other_size(network: Network, options: Options) -> list[Array]:
     )[:1]
 
 
-def publish_labels(network: Network, target: Path, *, force: bool) -> Path | None:
+def labels_beside(target: Path) -> Path:
+    """The file of class names that belongs to a graph."""
+    return target.with_suffix(".labels.txt")
+
+
+def publish_labels(network: Network, target: Path) -> Path | None:
     """Write one class name a line beside the graph, where the names are known."""
     if not network.classes:
         return None
-    path = target.with_suffix(".labels.txt")
-    files.require_new(path, force=force)
+    path = labels_beside(target)
     lines = (name.replace("\n", " ").replace("\r", " ") for name in network.classes)
     files.publish(path, ("\n".join(lines) + "\n").encode())
     return path

@@ -14,7 +14,7 @@ from dcptool.deploy import export, int8
 from dcptool.deploy.bench import Entry
 from dcptool.deploy.samples import calibration_images, open_images
 from dcptool.errors import InputError
-from dcptool.network import artifact, models
+from dcptool.network import artifact
 from dcptool.network.base import Network
 from dcptool.training.data import DataSpec
 
@@ -38,13 +38,8 @@ def four(folder: Path, spec: DataSpec, samples: int, seed: int, scratch: Path) -
             try_="dcptool bench RUN --int8, where RUN is the folder of a prune",
         )
     slim = artifact.load(folder)
-    dense = models.load(
-        str(slim.base),
-        checkpoint=folder / DENSE_WEIGHTS,
-        num_classes=slim.base.num_classes,
-        seed=seed,
-    )
-    dense.input, dense.classes = slim.input, slim.classes
+    dense = artifact.load_dense(slim.base, slim.input, folder / DENSE_WEIGHTS)
+    dense.classes = slim.classes
     entries: dict[str, Entry] = {}
     top1: dict[str, float | None] = {}
     for name, network in (("dense", dense), ("slim", slim)):

@@ -10,6 +10,7 @@ from dcptool.deploy.int8 import Images
 from dcptool.deploy.parity import Array, Function
 from dcptool.network.models import Network
 from dcptool.training import data as training_data
+from dcptool.training.classes import check_classes
 from dcptool.training.data import Data, DataSpec
 from dcptool.training.evaluate import evaluate
 from dcptool.training.loader import Batches, ImageSet
@@ -31,8 +32,9 @@ def parity_batches(data: Data, seed: int = 0) -> list[Array]:
 
 def calibration_images(data: Data, network: Network, count: int, seed: int = 0) -> Images:
     """Training images to calibrate with; accuracy on test, or on val where there is no test."""
+    check_classes(network, data)
     batches = _arrays(training_data.samples(data, count, seed))
-    if not data.labelled or len(data.classes) != network.base.num_classes:
+    if not data.labelled:
         return Images(batches, source=data.source)
     return Images(batches, _top1(data.report, network), _top1(data.val, network), data.source)
 

@@ -18,6 +18,11 @@ def open_network(target: str, **model_options: Any) -> Network:
     return artifact.open_target(target, **model_options)
 
 
+def is_folder(target: str) -> bool:
+    """Whether a folder is meant, with an artifact in it or not; some have the name of a model."""
+    return artifact.is_artifact(target)
+
+
 def facts_of(folder: Path) -> dict[str, object]:
     """Rate, accuracy and hash of an artifact, for the metadata of its exported file."""
     path = folder / artifact.MANIFEST
@@ -38,10 +43,12 @@ def facts_of(folder: Path) -> dict[str, object]:
     return found
 
 
-def dense_of(network: Network, seed: int = 0) -> Network:
-    """The dense network behind a slim one, with random weights: same graph, same speed."""
+def dense_of(network: Network, weights: Path | None = None, seed: int = 0) -> Network:
+    """The dense network behind a slim one; without its weights random ones are as fast."""
     import torch
 
+    if weights is not None:
+        return artifact.load_dense(network.base, network.input, weights)
     torch.manual_seed(seed)
     return Network(models.build(network.base), network.base, network.input, network.classes)
 

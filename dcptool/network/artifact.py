@@ -7,6 +7,7 @@ network from a registry, cuts it and pours the weights in: no pickle, no code fr
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -19,7 +20,7 @@ from torch import nn
 
 from dcptool import __version__, files, weights
 from dcptool.errors import InputError, UsageError
-from dcptool.network import models
+from dcptool.network import models, names
 from dcptool.network.base import Base, Cut, Input, Network
 from dcptool.network.manifest import Manifest, read_manifest, write_indices
 from dcptool.network.surgery import cut
@@ -170,9 +171,21 @@ def read(path: Path) -> Manifest:
     return following if found == following.weights_sha256 else manifest
 
 
+def load_dense(base: Base, seen: Input, path: Path) -> Network:
+    """The dense network of an artifact, with the weights that its run keeps in `path`."""
+    module = models.build(base)
+    models.fill(module, weights.read(path), where=str(path), network=str(base))
+    return Network(module, base, seen, weights=f"checkpoint {path.name}")
+
+
 def is_artifact(target: str) -> bool:
-    """Whether a command's argument names a folder rather than a model."""
-    return Path(target).is_dir() or (Path(target) / MANIFEST).exists()
+    """Whether a command's argument names a folder rather than a model.
+
+    A folder that holds no artifact does not hide the model of its name.
+    """
+    if os.path.exists(os.path.join(target, MANIFEST)):  # noqa: PTH110, PTH118 - never raises
+        return True
+    return os.path.isdir(target) and not names.is_name(target)  # noqa: PTH112
 
 
 def open_target(

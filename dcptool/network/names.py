@@ -47,6 +47,16 @@ def resolve(name: str) -> tuple[str, str]:
     raise unknown(name)
 
 
+def is_name(text: str) -> bool:
+    """Whether a model can be meant, whatever else there is of this name."""
+    if "/" in text:
+        return False
+    try:
+        return bool(resolve(text))
+    except UsageError:
+        return False
+
+
 def is_registered(source: str, name: object) -> bool:
     """Whether a registry has exactly this name; used for names out of files."""
     if not isinstance(name, str):

@@ -52,6 +52,7 @@ def agree(
     dist: Dist = SINGLE,
 ) -> Agreement:
     """Compare the answers of two networks."""
+    console.note(f"comparing with the dense network on {len(images):,} held-out images")
     found = torch.zeros(3, dtype=torch.float64, device=device)
     dense, slim = dense.to(device), slim.to(device)
     for batch, _ in loader(images, workers=workers, device=device, dist=dist):

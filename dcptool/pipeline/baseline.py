@@ -51,7 +51,7 @@ def load_for_builtin(
         try:
             return models.load(name, num_classes=classes, seed=seed, offline=offline)
         except (models.WeightsUnreachable, models.NoPublishedWeights) as err:
-            console.detail(f"no pretrained weights: {err.message}")
+            console.note(f"no pretrained weights: {err.message}")
     return models.load(name, pretrained=False, num_classes=classes, seed=seed)
 
 
@@ -69,7 +69,9 @@ def fit_baseline(
     folder = cache_folder(runs)
     size = data.input.size[1]
     origin = network.weights.split()[0].rstrip(",")
-    what = f"{network.base.source}-{network.base.name}-{size}px-{origin}"
+    # Fitted for these images as they are seen: for others it would be no baseline.
+    seen = files.sha256(f"{data.input} {data.train.augment}".encode())[:8]
+    what = f"{network.base.source}-{network.base.name}-{size}px-{origin}-{seen}"
     name = f"{what}-seed{seed}-{STEPS}-v{__version__}"
     path = folder / f"{name.replace('/', '_')}.safetensors"
     fitted = replace(network, input=data.input, classes=data.classes)
@@ -83,11 +85,11 @@ def fit_baseline(
             console.note(f"dense baseline: {network.base} fitted before on {data.source}")
             return replace(fitted, weights=f"fitted on {data.source}")
     console.note(
-        f"no weights of {network.base} for {data.source}: fitting a dense baseline first "
+        f"no weights of {network.base} know {data.source}: fitting a dense baseline on them first "
         f"({STEPS} steps, kept for the next run)"
     )
     batches = loader(
-        data.train, BATCH // dist.world, train=True, seed=seed, device=device, dist=dist
+        data.train, max(1, BATCH // dist.world), train=True, seed=seed, device=device, dist=dist
     )
     run = Run(
         device=device,

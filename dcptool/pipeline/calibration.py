@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 
 from dcptool import console
+from dcptool.errors import EnvironmentFault
 from dcptool.network.base import Network
 from dcptool.pipeline.job import Job
 from dcptool.selection.enough import PLENTY, enough, useful
+from dcptool.training import room
 from dcptool.training.data import Data, samples
 from dcptool.training.dist import Dist
 from dcptool.training.loader import ImageSet, at_once, loader
@@ -19,6 +22,8 @@ from dcptool.training.loader import ImageSet, at_once, loader
 FEWEST_SAMPLES = 64
 # KL 0.111 -> 0.093 on ResNet-56 at rate 0.5 with 500 images; twice the time.
 MIRRORED_BELOW = 1000
+# Of every image, as numbers: as it was read, and in the layout that the network likes.
+COPIES = 2
 
 
 def images_for(network: Network, data: Data, job: Job, dist: Dist) -> ImageSet:
@@ -46,6 +51,19 @@ def images_for(network: Network, data: Data, job: Job, dist: Dist) -> ImageSet:
     count = dist.broadcast(found)
     console.note(f"{count} images are enough to choose channels on")
     return samples(data, count, settings.seed)
+
+
+def require_memory(chosen: ImageSet, job: Job) -> None:
+    """Refuse more images than the memory holds: they stay there, in two layouts, to the end."""
+    free = room.free_bytes()
+    each = COPIES * 4 * math.prod(chosen.store.input.size)
+    if job.device != "cpu" or free is None or len(chosen) * each <= free:
+        return
+    raise EnvironmentFault(
+        f"{len(chosen):,} samples would run out of memory",
+        why=f"they take {len(chosen) * each / 1e9:.1f} GB, {free / 1e9:.1f} GB can be had",
+        try_=f"the same command with --samples {max(1, free // (2 * each))}",
+    )
 
 
 def may_mirror(data: Data, chosen: ImageSet) -> bool:

@@ -6,7 +6,7 @@ import fnmatch
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch import nn
 
 from dcptool import console, files
 from dcptool.errors import GateFailed, InputError, Interrupted, UsageError
-from dcptool.network import artifact, cost
+from dcptool.network import artifact, cost, models
 from dcptool.network.base import Network
 from dcptool.network.graph import ChannelGraph, build_graph
 from dcptool.pipeline import calibration, prune_document, prune_record, widths
-from dcptool.pipeline.agreement import Agreement, agree, halves, settle, settle_norms
+from dcptool.pipeline.agreement import agree, halves, settle, settle_norms
 from dcptool.pipeline.job import Job
 from dcptool.pipeline.stage_training import SAVE_EVERY_S, StagePlan, StageTrainer, own_losses
 from dcptool.report.record import keep_classes
@@ -122,6 +122,11 @@ def prune(
     network: Network, data: Data, job: Job, folder: Path, dist: Dist = SINGLE
 ) -> dict[str, Any]:
     """Prune `network` on `data` and publish the artifact in `folder`; returns the document."""
+    with signals.ending(job.resume_command):
+        return _prune(network, data, job, folder, dist)
+
+
+def _prune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) -> dict[str, Any]:
     started = time.monotonic()
     network.input = data.input
     if data.labelled and data.classes:
@@ -137,12 +142,13 @@ def prune(
     if updates and job.device == "cpu":
         room.require_memory(network.module, data.input.size, job.batch_size)
     chosen = calibration.images_for(network, data, job, dist)
+    calibration.require_memory(chosen, job)
     batches = calibration.batches_of(chosen, job, dist)
     if settings.solver == "gram" and calibration.may_mirror(data, chosen):
         batches += [(x.flip(3), y) for x, y in batches]
     mine = [x[dist.rank :: dist.world] for x, _ in batches]
     labels = [y[dist.rank :: dist.world] for _, y in batches]
-    dense_top1 = _top1(network.module, data, job, dist)
+    before_top1 = _top1(network.module, data, job, dist)
     memory = Checkpoints(folder / prune_record.CHECKPOINTS, marks, SAVE_EVERY_S)
     saved = memory.load()
     start = prune_record.progress_of(saved) if saved is not None else None
@@ -160,9 +166,7 @@ def prune(
         prune_record.begin(folder, start.choices if start is not None else ())
     selection_began = time.monotonic()
     images = [x for x, _ in batches]
-    settings = widths.decide(network, images, job, folder, dist)
-    if settings.method == "slimming" and settings.plan is None:
-        settings = widths.by_scale(network, settings)
+    settings = widths.decide(network, images, job, folder, dist, marks)
     with _edges(memory, trainer, job, dist) as (edge, tick):
         outcome = select(
             network,
@@ -184,7 +188,13 @@ def prune(
     slim = outcome.network
     if settings.method in FROM_SCRATCH:
         afresh(slim, settings.seed)
-    dense_cost = cost.count(network.module, data.input.size)
+    dense = _original(network, job)
+    before_cost = dense_cost = cost.count(network.module, data.input.size)
+    dense_top1 = before_top1
+    if dense is not network:
+        dense_cost = cost.count(dense.module, data.input.size)
+        # Random weights tell the cost alone.
+        dense_top1 = _top1(dense.module, data, job, dist) if job.ancestor else None
     slim_cost = cost.count(slim.module, data.input.size)
     again = loader(chosen, job.batch_size, workers=job.workers, device=job.device)
     fresh_norms = settle_norms(
@@ -194,7 +204,7 @@ def prune(
         network.module, slim.module, reporting, workers=job.workers, device=job.device, dist=dist
     )
     slim_top1 = _top1(slim.module, data, job, dist)
-    gates = _gates(job, agreement)
+    gates = gates_of(job, agreement.top1, agreement.images)
     document = {
         "run": folder.name,
         "artifact": str(folder),
@@ -207,6 +217,7 @@ def prune(
         **(widths.target_of(folder) if dist.is_writer else {}),
         "dense": prune_document.side(dense_cost, dense_top1),
         "slim": prune_document.side(slim_cost, slim_top1),
+        **({"before": prune_document.side(before_cost, before_top1)} if network.cuts else {}),
         "kept": {choice.group: len(choice.kept) for choice in outcome.choices},
         "dead": sum(choice.dead for choice in outcome.choices),
         "agreement": asdict(agreement),
@@ -226,9 +237,10 @@ def prune(
     if not dist.is_writer:
         dist.barrier()
         return document
-    dense = _dense(network, job, folder)
-    if slim_top1 is not None and dense_top1 is not None:
-        keep_classes(folder, data.classes, slim_top1.per_class, dense_top1.per_class)
+    kept_weights = _dense(network, job, folder)
+    compared = dense_top1 or before_top1
+    if slim_top1 is not None and compared is not None:
+        keep_classes(folder, data.classes, slim_top1.per_class, compared.per_class)
     artifact.save(
         slim,
         folder,
@@ -238,7 +250,7 @@ def prune(
         metrics=prune_document.metrics(data, slim_top1, dense_top1, agreement),
         lineage={
             **(job.lineage or {}),
-            **dense,
+            **kept_weights,
             "prune": prune_document.lineage(settings, job, outcome, len(chosen), updates),
         },
     )
@@ -335,6 +347,15 @@ def fingerprint(network: Network, data: Data, job: Job, dist: Dist) -> dict[str,
     }
 
 
+def _original(network: Network, job: Job) -> Network:
+    """The dense network that an artifact goes back to; a network that was never cut is its own."""
+    if not network.cuts or network.base.source == artifact.CUSTOM:
+        return network
+    if job.ancestor is not None:
+        return artifact.load_dense(network.base, network.input, job.ancestor)
+    return replace(network, module=models.build(network.base), cuts={})
+
+
 def _top1(module: nn.Module, data: Data, job: Job, dist: Dist) -> Accuracy | None:
     if not data.labelled:
         return None
@@ -347,17 +368,18 @@ def _top1(module: nn.Module, data: Data, job: Job, dist: Dist) -> Accuracy | Non
     return found
 
 
-def _gates(job: Job, agreement: Agreement) -> list[dict[str, object]]:
-    if job.min_agreement is None:
+def gates_of(job: Job, agreement: float, images: int = 0) -> list[dict[str, object]]:
+    """The verdict on --min-agreement, where it is given."""
+    limit = job.min_agreement
+    if limit is None:
         return []
-    if agreement.top1 < job.min_agreement:
+    if agreement < limit:
         raise GateFailed(
-            f"the slim network agrees with the dense one on {agreement.top1:.2f} % of the images",
-            why=f"the limit is {job.min_agreement:g} %, on {agreement.images} held-out images",
+            f"the slim network agrees with the dense one on {agreement:.2f} % of the images",
+            why=f"the limit is {limit:g} %, on {images} held-out images",
             try_="a smaller --rate, or more --samples",
         )
-    limit = job.min_agreement
-    return [{"name": "agreement", "limit": limit, "value": agreement.top1, "ok": True}]
+    return [{"name": "agreement", "limit": limit, "value": agreement, "ok": True}]
 
 
 def _dense(network: Network, job: Job, folder: Path) -> dict[str, object]:

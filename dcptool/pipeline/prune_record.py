@@ -38,6 +38,7 @@ def clear(folder: Path) -> None:
     """Remove what an older run decided here, so that a new one does not take it for its own."""
     for name in (STEPS_FILE, WIDTHS_FILE, SEARCH_FILE):
         files.remove(folder / name)
+    clear_checkpoints(folder)
     if (folder / TRIALS).is_dir():
         shutil.rmtree(folder / TRIALS)
 
@@ -135,6 +136,13 @@ def progress_of(saved: Mapping[str, Any]) -> Progress:
         saved["weights"],
         saved["slopes"],
     )
+
+
+def has_state(folder: Path) -> bool:
+    """Whether a stopped run has something to go on from."""
+    place = folder / CHECKPOINTS
+    found = [*place.glob("state-*"), *place.glob("stage-*/state-*")]
+    return bool(found) or any((folder / name).exists() for name in (WIDTHS_FILE, SEARCH_FILE))
 
 
 def clear_checkpoints(folder: Path) -> None:

@@ -321,7 +321,7 @@ def _factor(tables: Mapping[str, Any]) -> Decimal:
     table = tables.get("scale")
     factor = table.get("factor", 1) if isinstance(table, dict) else 1
     number = isinstance(factor, int | float | Decimal) and not isinstance(factor, bool)
-    usable = number and 0 < float(factor) <= 1
+    usable = number and 0 < factor <= 1
     return Decimal(str(factor)) if usable else Decimal(1)
 
 
@@ -330,7 +330,7 @@ def _shorter(key: str, value: Any, factor: Decimal) -> Any:
     if key == "decay_milestones" and isinstance(value, list):
         return [_shorter(key, one, factor) for one in value]
     number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
-    if not number or not 0 < float(value) < float("inf"):
+    if not number or not 0 < value < Decimal("Infinity"):
         return value
     if key in COUNTS and isinstance(value, int):
         return max(1, round(value * factor))

@@ -15,6 +15,7 @@ from typing import Any
 
 from dcptool import console, files
 from dcptool.errors import GateFailed, Interrupted
+from dcptool.network import artifact
 from dcptool.pipeline import rundir, runstate
 from dcptool.pipeline.recipe import Recipe, plain
 from dcptool.pipeline.runstate import State
@@ -157,6 +158,12 @@ def _digest(recipe: Recipe, step: Step, place: _Place) -> str:
     target, on_artifact = place.target(step, str(recipe.get("model", "name")))
     words = words_of(recipe, step, "" if on_artifact else target, on_artifact)
     reads = [runstate.stamp(path) for path in recipe.paths_for(step.name)]
+    named = (recipe.get("model", "name"), recipe.get(step.name, "teacher"))
+    reads += [
+        runstate.stamp(Path(name) / artifact.MANIFEST)
+        for name in named
+        if isinstance(name, str) and artifact.is_artifact(name)
+    ]
     return runstate.digest_of(step.name, words, reads, place.reads if on_artifact else "")
 
 

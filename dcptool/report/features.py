@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dcptool import files
 from dcptool.errors import InputError, UsageError
-from dcptool.network import models
+from dcptool.network import artifact, models
 from dcptool.network.base import Input, Network
 from dcptool.network.manifest import Manifest
 from dcptool.report.record import FEATURES_FILE, Record
@@ -111,15 +111,7 @@ def _dense(record: Record) -> Network:
             why="removed channels are seen in the dense network, whose weights prune keeps",
             try_="dcptool prune, whose run holds dense.safetensors",
         )
-    network = models.load(
-        str(manifest.base),
-        checkpoint=path,
-        num_classes=manifest.base.num_classes,
-        img_size=manifest.input.size[1],
-        offline=True,
-    )
-    network.input = manifest.input
-    return network
+    return artifact.load_dense(manifest.base, manifest.input, path)
 
 
 def _has_dense(folder: Path) -> bool:

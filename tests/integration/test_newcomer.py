@@ -99,6 +99,28 @@ def test_the_next_command_is_named(words, code, command, capsys):
             "--loop-epochs does nothing without --solver sgd or a --lambda",
             "dcptool prune resnet50 --rate 0.3",
         ),
+        (
+            "prune zoo:resnet20 --rate 0.3 --rate-of layer1.*=0.1 --widths curves",
+            "--rate-of and --widths curves exclude each other",
+            "dcptool prune",
+        ),
+        ("prune zoo:resnet20 --rate 0.3 --seed -1", "-1 is not in the range", "dcptool prune"),
+        (
+            "analyze --recipe quickstart --rate 0.3 --scope all",
+            "--rate and --scope do nothing beside --recipe",
+            "a recipe of your own, or MODEL",
+        ),
+        ("export zoo:resnet20 --samples 8", "--samples does nothing without --int8", "add --int8"),
+        (
+            "bench zoo:resnet20 --data-dir photos",
+            "--data-dir does nothing without --int8",
+            "the same command without --data-dir",
+        ),
+        (
+            "bench a.onnx b.onnx --no-pretrained",
+            "--no-pretrained does nothing here: artifacts and files have their own weights",
+            "the same command without",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_as_it_was_typed(words, says, command, capsys):

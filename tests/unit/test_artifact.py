@@ -261,6 +261,19 @@ def test_an_empty_folder_is_no_artifact(tmp_path: Path) -> None:
         artifact.load(tmp_path)
 
 
+def test_a_folder_does_not_hide_the_model_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("resnet18", "mine"):
+        (tmp_path / name).mkdir()
+    assert not artifact.is_artifact("resnet18")
+    assert artifact.is_artifact("mine")
+    (tmp_path / "resnet18" / artifact.MANIFEST).write_text("{}")
+    assert artifact.is_artifact("resnet18")
+    assert artifact.is_artifact("./resnet18")
+
+
 def test_options_that_an_artifact_does_not_take(folder: Path) -> None:
     with pytest.raises(UsageError, match="--checkpoint and --num-classes"):
         artifact.open_target(str(folder), checkpoint=Path("x"), num_classes=3)

@@ -51,3 +51,32 @@ def test_without_a_home_paths_stay_as_they_are(
         monkeypatch.setenv("HOME", home)
     options: dict[str, object] = {"data_dir": tmp_path, "target": "runs/one"}
     assert again(tmp_path, options) == options
+
+
+def test_without_data_the_folder_of_the_run_is_taken(tmp_path: Path) -> None:
+    nothing = dict.fromkeys((*recorded.NAMED, *recorded.FOLDERS))
+    assert recorded.data_of(str(tmp_path), nothing) == nothing
+    (tmp_path / "prune.json").write_text(
+        json.dumps(recorded.plain({"data_dir": tmp_path / "old", "val_split": "test"}))
+    )
+    found = recorded.data_of(str(tmp_path), nothing)
+    assert (found["data_dir"], found["val_split"]) == (tmp_path / "old", "test")
+    (tmp_path / "finetune.json").write_text(
+        json.dumps(recorded.plain({"data_dir": tmp_path / "new"}))
+    )
+    assert recorded.data_of(str(tmp_path), nothing)["data_dir"] == tmp_path / "new"
+    named = {**nothing, "images": tmp_path / "others"}
+    assert recorded.data_of(str(tmp_path), named) == named
+
+
+def test_images_without_labels_are_for_those_who_need_none(tmp_path: Path) -> None:
+    (tmp_path / "prune.json").write_text(json.dumps(recorded.plain({"images": tmp_path})))
+    nothing = dict.fromkeys((*recorded.NAMED, *recorded.FOLDERS))
+    assert recorded.data_of(str(tmp_path), nothing)["images"] == tmp_path
+    assert recorded.data_of(str(tmp_path), nothing, labelled=True) == nothing
+
+
+def test_data_sets_by_a_name_are_not_fetched_unasked(tmp_path: Path) -> None:
+    (tmp_path / "prune.json").write_text(json.dumps({"dataset": "hfds/somebody/photos"}))
+    nothing = dict.fromkeys((*recorded.NAMED, *recorded.FOLDERS))
+    assert recorded.data_of(str(tmp_path), nothing) == nothing
