@@ -107,7 +107,9 @@ def command(
         if target.endswith(".onnx"):
             from dcptool.deploy.predictor import open_onnx
 
-            own = ("checkpoint", "num_classes", "pretrained", "amp", "amp_dtype", "device")
+            own = {"checkpoint", "num_classes", "pretrained", "amp", "amp_dtype"}
+            if device != "cpu":
+                own.add("device")
             idle.refuse(own, "with an ONNX file, which runs as it is, on the CPU")
             opened = open_onnx(Path(target), img_size=model["img_size"])
             network, predict, where = opened.network, opened.predict, "cpu"

@@ -420,8 +420,6 @@ def _trials(trials: list[dict[str, Any]]) -> list[str]:
         return []
     rows = [
         [f"{t['share']:g}", f"{t['macs']:,}", f"{t['drop']:.2f}", "yes" if t["ok"] else "no"]
-        if t["drop"] is not None
-        else [f"{t['share']:g}", "not met", "-", "no"]
         for t in trials
     ]
     return [console.table(["tried", "MACs", "points lost", "holds"], rows, align=">>><"), ""]

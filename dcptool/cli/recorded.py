@@ -60,23 +60,45 @@ def read(
 def data_of(target: str, data: dict[str, Any], *, labelled: bool = False) -> dict[str, Any]:
     """The data options; where no data is named, the folder that an artifact was made with.
 
-    One without labels is no use to who has asked for a `labelled` one.
+    What was typed stays. A folder without labels is no use to who has asked for a `labelled` one.
     """
     from dcptool import console, files
 
-    if any(data.get(key) for key in NAMED):
+    run = Path(target).parent if target.endswith(".onnx") else Path(target)
+    is_run = os.path.isfile(run / "manifest.json")  # noqa: PTH113 - never raises
+    if not is_run or any(data.get(key) for key in NAMED):
         return data
-    for name in ("finetune.json", "prune.json"):
-        path = Path(target) / name
+    for path in (run / "finetune.json", run / "prune.json"):
         if not path.is_file():
             continue
         saved = files.read_json(path, what="the options of the run")
+        if saved.get("dataset"):
+            return data
         found = {key: _typed(saved[key], key, PATHS) for key in FOLDERS if saved.get(key)}
         place = found.get("data_dir") or (not labelled and found.get("images"))
-        if place:
-            console.note(f"no data named: taking {place}, as {target} was made with it")
-            return {**data, **found}
+        if not place:
+            continue
+        if not place.is_dir():
+            raise InputError(
+                f"there is no folder {place}",
+                why=f"no data is named, and {run} was made with this",
+                try_="the same command with --data-dir",
+            )
+        console.note(f"no data named: taking {place}, as {run} was made with it")
+        return {**data, **found, **_given(data)}
     return data
+
+
+def _given(data: dict[str, Any]) -> dict[str, Any]:
+    """What was said of a folder of images without naming one."""
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return {}
+    return {
+        key: data[key]
+        for key in FOLDERS
+        if context.get_parameter_source(key) == ParameterSource.COMMANDLINE
+    }
 
 
 def replaced(run: Path, *names: str) -> dict[str, Any]:

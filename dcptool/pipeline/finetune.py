@@ -229,7 +229,7 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         title="fine-tune",
         resume_command=job.resume_command,
     )
-    fitted = _fit(module, batches, data, job, schedule, run, dist)
+    fitted = _fit(network, batches, data, job, schedule, run, dist)
     after, agreed_after = report("accuracy after"), agreement()
     module.cpu()
     gates = _gates(job, after, data)
@@ -241,7 +241,7 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
 
 
 def _fit(
-    module: nn.Module,
+    network: Network,
     batches: Batches,
     data: Data,
     job: Job,
@@ -250,6 +250,7 @@ def _fit(
     dist: Dist,
 ) -> Fitted:
     """Train by the losses that are asked for: the network's own, and those of extra heads."""
+    module = network.module
     training, taught, loss = job.training, job.distillation, _loss(data, job)
     with ExitStack() as stack:
         if taught is not None and taught.maps:
@@ -266,8 +267,9 @@ def _fit(
             return fit(module, batches, [loss], schedule, run, dist)
         structure = build_graph(module, data.input.size).structure
         module.cpu()
+        classes = network.base.num_classes
         heads = {
-            pivot: new_head(width_at(module, pivot, data.input.size), len(data.classes), number)
+            pivot: new_head(width_at(module, pivot, data.input.size), classes, number)
             for number, pivot in enumerate(structure.pivots(training.extra_losses))
         }
         both = stack.enter_context(WithHeads(module, heads).attached())

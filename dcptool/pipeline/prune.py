@@ -148,7 +148,7 @@ def _prune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) -> 
         batches += [(x.flip(3), y) for x, y in batches]
     mine = [x[dist.rank :: dist.world] for x, _ in batches]
     labels = [y[dist.rank :: dist.world] for _, y in batches]
-    before_top1 = _top1(network.module, data, job, dist)
+    before_top1 = _top1(network, data, job, dist)
     memory = Checkpoints(folder / prune_record.CHECKPOINTS, marks, SAVE_EVERY_S)
     saved = memory.load()
     start = prune_record.progress_of(saved) if saved is not None else None
@@ -194,7 +194,7 @@ def _prune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) -> 
     if dense is not network:
         dense_cost = cost.count(dense.module, data.input.size)
         # Random weights tell the cost alone.
-        dense_top1 = _top1(dense.module, data, job, dist) if job.ancestor else None
+        dense_top1 = _top1(dense, data, job, dist) if job.ancestor else None
     slim_cost = cost.count(slim.module, data.input.size)
     again = loader(chosen, job.batch_size, workers=job.workers, device=job.device)
     fresh_norms = settle_norms(
@@ -203,7 +203,7 @@ def _prune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) -> 
     agreement = agree(
         network.module, slim.module, reporting, workers=job.workers, device=job.device, dist=dist
     )
-    slim_top1 = _top1(slim.module, data, job, dist)
+    slim_top1 = _top1(slim, data, job, dist)
     gates = gates_of(job, agreement.top1, agreement.images)
     document = {
         "run": folder.name,
@@ -356,15 +356,14 @@ def _original(network: Network, job: Job) -> Network:
     return replace(network, module=models.build(network.base), cuts={})
 
 
-def _top1(module: nn.Module, data: Data, job: Job, dist: Dist) -> Accuracy | None:
+def _top1(network: Network, data: Data, job: Job, dist: Dist) -> Accuracy | None:
     if not data.labelled:
         return None
     batches = loader(data.report, workers=job.workers, dist=dist, device=job.device)
-    predict = predictor(module.to(job.device), amp=job.amp)
-    found = evaluate(
-        predict, batches, len(data.classes), per_class=True, dist=dist, title="accuracy"
-    )
-    module.cpu()
+    predict = predictor(network.module.to(job.device), amp=job.amp)
+    classes = network.base.num_classes
+    found = evaluate(predict, batches, classes, per_class=True, dist=dist, title="accuracy")
+    network.module.cpu()
     return found
 
 

@@ -51,13 +51,10 @@ def metrics(
         "agreement_images": agreement.images,
         "kl": agreement.kl,
     }
-    if slim is not None and dense is not None:
-        found |= {
-            "images": data.report.name,
-            "top1": slim.top1,
-            "top5": slim.top5,
-            "dense_top1": dense.top1,
-        }
+    if slim is not None:
+        found |= {"images": data.report.name, "top1": slim.top1, "top5": slim.top5}
+    if dense is not None:
+        found["dense_top1"] = dense.top1
     return found
 
 

@@ -142,7 +142,7 @@ def has_state(folder: Path) -> bool:
     """Whether a stopped run has something to go on from."""
     place = folder / CHECKPOINTS
     found = [*place.glob("state-*"), *place.glob("stage-*/state-*")]
-    return bool(found) or any((folder / name).exists() for name in (WIDTHS_FILE, SEARCH_FILE))
+    return bool(found) or any((folder / name).exists() for name in (SEARCH_FILE, TRIALS))
 
 
 def clear_checkpoints(folder: Path) -> None:

@@ -320,8 +320,7 @@ COUNTS = ("steps", "stage_steps", "samples")
 def _factor(tables: Mapping[str, Any]) -> Decimal:
     table = tables.get("scale")
     factor = table.get("factor", 1) if isinstance(table, dict) else 1
-    number = isinstance(factor, int | float | Decimal) and not isinstance(factor, bool)
-    usable = number and 0 < factor <= 1
+    usable = _is_positive(factor) and factor <= 1
     return Decimal(str(factor)) if usable else Decimal(1)
 
 
@@ -329,12 +328,18 @@ def _shorter(key: str, value: Any, factor: Decimal) -> Any:
     """A value at a smaller scale; what was asked for never becomes nothing."""
     if key == "decay_milestones" and isinstance(value, list):
         return [_shorter(key, one, factor) for one in value]
-    number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
-    if not number or not 0 < value < Decimal("Infinity"):
+    if not _is_positive(value) or value == Decimal("Infinity"):
         return value
     if key in COUNTS and isinstance(value, int):
         return max(1, round(value * factor))
     return Decimal(str(value)) * factor if key in LENGTHS else value
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether a value is a number above 0; what is no number cannot even be compared."""
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        return False
+    return value == value and value > 0
 
 
 def _near(word: str, known: Mapping[str, object]) -> str:

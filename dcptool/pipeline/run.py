@@ -240,9 +240,9 @@ def top1_of(documents: Mapping[str, Mapping[str, Any]]) -> tuple[float | None, f
     """Top-1 of the dense network and of what came out in the end, in percent."""
     pruned, tuned = documents.get("prune", {}), documents.get("finetune", {})
     evaluated = {} if is_of_train(documents) else documents.get("evaluate", {})
-    dense = (pruned.get("dense") or {}).get("top1")
-    if dense is None:
-        dense = (tuned.get("before") or {}).get("top1")
+    # Without a prune, what a fine-tune began with is the dense network.
+    first = (pruned.get("dense"), pruned.get("before")) if pruned else (tuned.get("before"),)
+    dense = next((s["top1"] for s in first if s and s.get("top1") is not None), None)
     last = evaluated.get("top1")
     for side in (tuned.get("after"), pruned.get("slim")):
         if last is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -63,20 +64,19 @@ def smallest(
         if number < len(trials):
             trial = trials[number]
         else:
-            trial = _try(network, data, job, goal, folder / TRIALS, number, share, dense, dist)
+            trial = _try(network, data, job, goal, folder / TRIALS, trials, share, dense, dist)
             trials.append(trial)
             if dist.is_writer:
                 files.publish_json(folder / SEARCH_FILE, {"goal": goal.drop, "trials": trials})
-        trial["ok"] = _holds(trial, goal, job)
-        held = "holds" if trial["ok"] else "too much"
+        ok = _holds(trial, goal, job)
         console.note(
-            f"trial {number + 1}: {trial['share']:g} of dense {goal.kind}, {_lost(trial)}: {held}"
+            f"trial {number + 1}: {trial['share']:g} of dense {goal.kind}, {_lost(trial)}: "
+            f"{'holds' if ok else 'too much'}"
         )
-        if trial["ok"]:
-            if trial["share"] <= holds:
-                best, holds = trial, trial["share"]
-        else:
+        if not ok:
             fails = max(fails, trial["share"])
+        elif trial["share"] <= holds:
+            best, holds = trial, trial["share"]
         if holds / fails < CLOSE:
             break
     if best is None:
@@ -89,14 +89,19 @@ def smallest(
     if dist.is_writer:
         _publish(folder, Path(document["artifact"]).name)
     dist.barrier()
-    rows = [{k: v for k, v in trial.items() if k != "document"} for trial in trials]
+    rows = [
+        {**{k: v for k, v in trial.items() if k != "document"}, "ok": _holds(trial, goal, job)}
+        for trial in trials
+    ]
     document.pop(f"target_{goal.kind}")  # of the trial, not of what was asked
+    spent = [trial["document"]["seconds"] for trial in trials]
     gate = {"name": "accuracy_drop", "limit": goal.drop, "value": best["drop"], "ok": True}
     return {
         **document,
         "run": folder.name,
         "artifact": str(folder),
         "max_accuracy_drop": goal.drop,
+        "seconds": {key: round(sum(each[key] for each in spent), 2) for key in spent[0]},
         "judged": {"images": len(data.val), "drop": best["drop"], "labels": data.labelled},
         "trials": rows,
         "gates": [*one_prune.gates_of(job, document["agreement"]["top1"]), gate],
@@ -105,15 +110,11 @@ def smallest(
 
 def _holds(trial: dict[str, Any], goal: Goal, job: Job) -> bool:
     """Whether a trial is good enough; one of an earlier process may have been asked for less."""
-    if trial["drop"] is None:
-        return False
     agrees = trial["document"]["agreement"]["top1"] >= (job.min_agreement or 0.0)
     return bool(trial["drop"] <= goal.drop) and agrees
 
 
 def _lost(trial: dict[str, Any]) -> str:
-    if trial["drop"] is None:
-        return "no widths come to that"
     agreed = trial["document"]["agreement"]["top1"]
     return f"{trial['drop']:.2f} points lost, agreement {agreed:.2f} %"
 
@@ -124,17 +125,19 @@ def _try(
     job: Job,
     goal: Goal,
     place: Path,
-    number: int,
+    before: Sequence[Mapping[str, Any]],
     share: float,
     dense: float,
     dist: Dist,
 ) -> dict[str, Any]:
-    folder = place / f"{number + 1}"
+    # Named after what is tried, so that a trial that was stopped goes on as what it was.
+    folder = place / f"{share:g}"
     if dist.is_writer:
         files.make_folder(folder)
-    first = place / "1" / WIDTHS_FILE
-    budget = replace(goal.condition, kind=goal.kind, value=share, is_share=True)
-    known = widths.read_curves(first) if dist.broadcast(number > 0 and first.is_file()) else None
+    first = place / f"{before[0]['share']:g}" / WIDTHS_FILE if before else None
+    budget = replace(goal.condition, kind=goal.kind, value=share, is_share=True, met=False)
+    is_known = dist.broadcast(first is not None and first.is_file())
+    known = widths.read_curves(first) if first is not None and is_known else None
     trial_job = replace(
         job,
         selection=replace(job.selection, budget=budget),
@@ -143,10 +146,7 @@ def _try(
         min_agreement=None,
     )
     fresh = replace(network, module=copy.deepcopy(network.module))
-    try:
-        document = one_prune.prune(fresh, data, trial_job, folder, dist)
-    except widths.TargetMissed:
-        return {"share": share, "macs": None, "params": None, "drop": None, "document": None}
+    document = one_prune.prune(fresh, data, trial_job, folder, dist)
     if data.labelled:
         kept = _top1(artifact.load(folder), data, job, dist)
     else:
@@ -165,7 +165,7 @@ def _top1(network: Network, data: Data, job: Job, dist: Dist) -> float:
     """Accuracy on the images that choose, never on those that report."""
     batches = loader(data.val, workers=job.workers, dist=dist, device=job.device)
     predict = predictor(network.module.to(job.device), amp=job.amp)
-    found = evaluate(predict, batches, len(data.classes), dist=dist, title="validation")
+    found = evaluate(predict, batches, network.base.num_classes, dist=dist, title="validation")
     network.module.cpu()
     return found.top1
 

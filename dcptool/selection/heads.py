@@ -36,11 +36,16 @@ class Head(nn.Module):
         return scores
 
     def pooled(self, features: Tensor) -> Tensor:
-        """What the linear layer reads (images x channels); tokens have their channels last."""
-        if features.dim() > 2 and features.shape[1] != self.norm.num_features:
+        """What the linear layer reads (images x channels)."""
+        return F.relu(self.norm(self.places(features))).mean(-1)
+
+    def places(self, features: Tensor) -> Tensor:
+        """The value at the pivot as images x channels x places; tokens have their channels last."""
+        if features.dim() == 2:
+            return features.unsqueeze(-1)
+        if features.dim() == 3 or features.shape[1] != self.norm.num_features:
             features = features.movedim(-1, 1)
-        flat = features.flatten(2) if features.dim() > 2 else features.unsqueeze(-1)
-        return F.relu(self.norm(flat)).mean(-1)
+        return features.flatten(2)
 
 
 class _Reached(Exception):
@@ -267,10 +272,9 @@ def _take_statistics(
     sums = torch.zeros(3, norm.num_features, dtype=torch.float64, device=norm.weight.device)
     for batch in images:
         tick()
-        seen = both.seen(batch.to(sums.device))
-        others = [dim for dim in range(seen.dim()) if dim != 1]
-        sums[0] += seen.sum(others, dtype=torch.float64)
-        sums[1] += seen.square().sum(others, dtype=torch.float64)
+        seen = both.head.places(both.seen(batch.to(sums.device)))
+        sums[0] += seen.sum((0, 2), dtype=torch.float64)
+        sums[1] += seen.square().sum((0, 2), dtype=torch.float64)
         sums[2] += seen.numel() / seen.shape[1]
     mean, square = (dist.sum(sums) / sums[2])[:2]
     norm.load_state_dict({"running_mean": mean, "running_var": square - mean**2}, strict=False)
@@ -289,19 +293,16 @@ def _of_all(rows: Tensor, dist: Dist) -> Tensor:
 def width_at(module: nn.Module, pivot: str, size: Sequence[int]) -> int:
     """Channels of what a module returns: they come first, or last as in tokens.
 
-    The layers inside it tell which: one of the two is as wide as some of them.
+    Of a square map the two sides are alike; what is left over are the channels.
     """
-    inside = module.get_submodule(pivot)
-    names = ("out_channels", "out_features", "num_features", "num_channels")
-    widths = {getattr(layer, name, None) for layer in inside.modules() for name in names}
     found: list[int] = []
 
     def see(_module: nn.Module, _inputs: object, output: Tensor) -> None:
-        first, last = output.shape[1], output.shape[-1]
-        is_last = output.dim() == 3 or (first not in widths and last in widths)
-        found.append(last if is_last else first)
+        shape = output.shape
+        is_last = len(shape) == 3 or (len(shape) == 4 and shape[1] == shape[2] != shape[3])
+        found.append(shape[-1] if is_last else shape[1])
 
-    hook = inside.register_forward_hook(see)
+    hook = module.get_submodule(pivot).register_forward_hook(see)
     try:
         with torch.no_grad():
             module.eval()(torch.zeros(1, *size))

@@ -25,7 +25,8 @@ class Recorded:
 class Budget:
     """One limit for the whole network: MACs, parameters or milliseconds, or a share of them.
 
-    `provider`, `batch_size` and `threads` say how milliseconds are meant.
+    `provider`, `batch_size` and `threads` say how milliseconds are meant. One that need not be
+    `met` takes the nearest widths there are.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Budget:
     provider: str = "cpu"
     batch_size: int = 1
     threads: int = 0
+    met: bool = True
 
 
 @dataclass(frozen=True)

@@ -276,3 +276,19 @@ def test_several_processes_inside_a_run(runs, capsys):
     tuned = next(step for step in found["steps"] if step["name"] == "finetune")["document"]
     assert tuned["steps"] == 2
     assert "DCPTOOL_DOCUMENT" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("pruned", "dense"),
+    [
+        ({"dense": {"top1": 90.0}, "before": {"top1": 80.0}, "slim": {"top1": 70.0}}, 90.0),
+        # Of an artifact whose dense weights are gone.
+        ({"dense": {"top1": None}, "before": {"top1": 80.0}, "slim": {"top1": 70.0}}, 80.0),
+        # Pruned without labels: what came out of it is not the dense network.
+        ({"dense": {"top1": None}, "slim": {"top1": None}}, None),
+        ({}, 60.0),
+    ],
+)
+def test_a_drop_is_counted_from_the_dense_network(pruned, dense: float | None) -> None:
+    documents = {"prune": pruned, "finetune": {"before": {"top1": 60.0}, "after": {"top1": 75.0}}}
+    assert run.top1_of(documents) == (dense, 75.0)

@@ -9,6 +9,7 @@ import click
 import pytest
 
 from dcptool.cli import recorded
+from dcptool.errors import InputError
 
 
 def again(folder: Path, options: dict[str, object]) -> dict[str, object]:
@@ -53,30 +54,67 @@ def test_without_a_home_paths_stay_as_they_are(
     assert again(tmp_path, options) == options
 
 
-def test_without_data_the_folder_of_the_run_is_taken(tmp_path: Path) -> None:
-    nothing = dict.fromkeys((*recorded.NAMED, *recorded.FOLDERS))
-    assert recorded.data_of(str(tmp_path), nothing) == nothing
-    (tmp_path / "prune.json").write_text(
-        json.dumps(recorded.plain({"data_dir": tmp_path / "old", "val_split": "test"}))
-    )
-    found = recorded.data_of(str(tmp_path), nothing)
-    assert (found["data_dir"], found["val_split"]) == (tmp_path / "old", "test")
-    (tmp_path / "finetune.json").write_text(
-        json.dumps(recorded.plain({"data_dir": tmp_path / "new"}))
-    )
-    assert recorded.data_of(str(tmp_path), nothing)["data_dir"] == tmp_path / "new"
-    named = {**nothing, "images": tmp_path / "others"}
-    assert recorded.data_of(str(tmp_path), named) == named
+NOTHING: dict[str, object] = dict.fromkeys((*recorded.NAMED, *recorded.FOLDERS))
 
 
-def test_images_without_labels_are_for_those_who_need_none(tmp_path: Path) -> None:
-    (tmp_path / "prune.json").write_text(json.dumps(recorded.plain({"images": tmp_path})))
-    nothing = dict.fromkeys((*recorded.NAMED, *recorded.FOLDERS))
-    assert recorded.data_of(str(tmp_path), nothing)["images"] == tmp_path
-    assert recorded.data_of(str(tmp_path), nothing, labelled=True) == nothing
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    folder = tmp_path / "artifact"
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    return folder
 
 
-def test_data_sets_by_a_name_are_not_fetched_unasked(tmp_path: Path) -> None:
-    (tmp_path / "prune.json").write_text(json.dumps({"dataset": "hfds/somebody/photos"}))
-    nothing = dict.fromkeys((*recorded.NAMED, *recorded.FOLDERS))
-    assert recorded.data_of(str(tmp_path), nothing) == nothing
+def remember(folder: Path, name: str, **options: object) -> None:
+    (folder / name).write_text(json.dumps(recorded.plain(options)))
+
+
+def test_without_data_the_folder_of_the_run_is_taken(artifact: Path, tmp_path: Path) -> None:
+    assert recorded.data_of(str(artifact), NOTHING) == NOTHING
+    remember(artifact, "prune.json", data_dir=tmp_path / "old", val_split="test")
+    for target in (artifact, artifact / "model.onnx"):
+        found = recorded.data_of(str(target), NOTHING)
+        assert (found["data_dir"], found["val_split"]) == (tmp_path / "old", "test")
+    remember(artifact, "finetune.json", data_dir=tmp_path / "new")
+    assert recorded.data_of(str(artifact), NOTHING)["data_dir"] == tmp_path / "new"
+    named = {**NOTHING, "images": tmp_path / "others"}
+    assert recorded.data_of(str(artifact), named) == named
+    # A run that was stopped holds no artifact, whatever its name.
+    (artifact / "manifest.json").unlink()
+    assert recorded.data_of(str(artifact), NOTHING) == NOTHING
+    assert recorded.data_of("x" * 300, NOTHING) == NOTHING
+
+
+def test_what_is_typed_of_a_folder_stays(artifact: Path, tmp_path: Path) -> None:
+    remember(artifact, "prune.json", data_dir=tmp_path / "old", val_fraction=0.1, val_split="test")
+    found: dict[str, object] = {}
+
+    @click.command()
+    @click.option("--val-fraction", type=float, default=0.2)
+    def command(**given: object) -> None:
+        found.update(recorded.data_of(str(artifact), {**NOTHING, **given}))
+
+    command.main(["--val-fraction", "0.5"], standalone_mode=False)
+    assert (found["val_fraction"], found["val_split"]) == (0.5, "test")
+    command.main([], standalone_mode=False)
+    assert found["val_fraction"] == 0.1
+
+
+def test_images_without_labels_are_for_those_who_need_none(artifact: Path, tmp_path: Path) -> None:
+    remember(artifact, "prune.json", images=tmp_path / "old")
+    assert recorded.data_of(str(artifact), NOTHING)["images"] == tmp_path / "old"
+    assert recorded.data_of(str(artifact), NOTHING, labelled=True) == NOTHING
+
+
+def test_data_sets_by_a_name_are_not_fetched_unasked(artifact: Path, tmp_path: Path) -> None:
+    remember(artifact, "prune.json", dataset="torch/cifar10", data_dir=tmp_path / "old")
+    assert recorded.data_of(str(artifact), NOTHING) == NOTHING
+
+
+def test_a_folder_that_was_moved_is_named(artifact: Path, tmp_path: Path) -> None:
+    remember(artifact, "prune.json", data_dir=tmp_path / "gone")
+    with pytest.raises(InputError, match="there is no folder") as caught:
+        recorded.data_of(str(artifact), NOTHING)
+    assert caught.value.try_ == "the same command with --data-dir"

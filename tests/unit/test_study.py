@@ -199,7 +199,9 @@ def test_scale_shortens_everything_by_one_number():
     assert words["finetune"]["epochs"] == ("--epochs=4.0",)
     assert words["finetune"]["decay_milestones"] == ("--decay-milestones=1.6,2.4",)
     assert read(BASE + "[scale]\nfactor = 0.0001\n").words["prune"]["samples"] == ("--samples=1",)
-    for wrong in ("0", "2", "true", "'x'"):
+    with pytest.raises(UsageError):
+        read(BASE.replace("epochs = ", "epochs = nan # ") + "[scale]\nfactor = 0.5\n")
+    for wrong in ("0", "2", "true", "'x'", "nan"):
         with pytest.raises(UsageError, match="1 fault"):
             read(f"{BASE}[scale]\nfactor = {wrong}\n")
 

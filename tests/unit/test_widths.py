@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from dcptool.cli.prune_command import command
 from dcptool.deploy import granularity
 from dcptool.deploy.latency import Table
-from dcptool.errors import GateFailed, InputError, UsageError
+from dcptool.errors import GateFailed, UsageError
 from dcptool.network import models
 from dcptool.network.graph import build_graph
 from dcptool.pipeline.job import Job
@@ -77,8 +77,10 @@ def test_a_budget_is_met_within_one_percent(tmp_path, kind: str, multiple: int) 
     # The run knows its widths from now on.
     again = decide(network, [], Job(settings, training=False), tmp_path, SINGLE, ASKED)
     assert again.plan == found.plan
-    with pytest.raises(InputError, match="belongs to another run"):
-        decide(network, [], Job(settings, training=False), tmp_path, SINGLE, {"rate": "0.2"})
+    # Whoever asks for something else takes none of them.
+    half = Job(replace(settings, budget=replace(settings.budget, value=0.5)), training=False)
+    other = decide(network, images, half, tmp_path, SINGLE, {"rate": "0.2"})
+    assert cost(other.plan) / dense == pytest.approx(0.5, rel=0.01)
 
 
 @pytest.mark.parametrize("value", [0.001, 5e9])
@@ -98,6 +100,9 @@ def test_a_budget_that_is_missed_fails(tmp_path, monkeypatch) -> None:
     with pytest.raises(GateFailed):
         decide(network, images, Job(settings, training=False), tmp_path, SINGLE, ASKED)
     assert not list(tmp_path.iterdir())
+    nearest = replace(settings, budget=replace(settings.budget, met=False))
+    found = decide(network, images, Job(nearest, training=False), tmp_path, SINGLE, ASKED)
+    assert found.plan == {"layer1.0.conv1": 15}
 
 
 def test_milliseconds_are_met_and_measured(tmp_path, monkeypatch) -> None:
