@@ -36,13 +36,16 @@ from torch import nn
 import dcptool
 from dcptool import console
 from dcptool.errors import GateFailed
+from dcptool.network import artifact, cost, surgery
+from dcptool.network.base import Network
 from dcptool.pipeline import stage_training
 from dcptool.selection.heads import WithHead, WithHeads, with_head_losses
 
 # All changes are to the first row: distillation by scores at 0.005, one cut by --target-macs and no
 # training. prune: options of `dcptool prune`; train: those of the fine-tune; stages: updates before
 # the stages of pruning; steps: shares of dense MACs on the way, each with its part of the updates;
-# order: parts of the network that are cut one after the other, each with its part of the updates.
+# order: parts of the network that are cut one after the other, each with its part of the updates;
+# channels: the same widths, filled by another rule; solved: whether weights are those solved for.
 ROWS: dict[str, dict[str, Any]] = {
     "scores alone": {},
     "lr 0.001": {"train": {"lr": 0.001}},
@@ -88,6 +91,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "first layers first, in three cuts": {"order": ["layer1.*", "layer2.*", "layer3.*"]},
     "2048 samples": {"prune": {"samples": "2048"}},
     "two sweeps": {"prune": {"sweeps": 2}},
+    "maps 20, weights as they were": {"train": {"maps": 20.0}, "solved": False},
+    "maps 20, channels by l1": {"train": {"maps": 20.0}, "channels": "l1"},
+    "maps 20, one rate for all groups": {"train": {"maps": 20.0}, "prune": {"target_macs": None}},
+    "maps 20, one rate, channels by l1": {
+        "train": {"maps": 20.0},
+        "prune": {"target_macs": None, "method": "l1"},
+    },
 }
 # Extra losses of ResNet-20 by default.
 LOSSES = 3
@@ -143,14 +153,20 @@ def run(bench: Bench, change: dict[str, Any], seed: int) -> dict:
         tempfile.TemporaryDirectory() as folder,
         joined() if change.get("joint") else nullcontext(),
     ):
-        cuts = in_order(bench, change["order"], prune, seed, folder) if "order" in change else cuts
+        if "order" in change or "channels" in change:
+            cuts = in_order(bench, change.get("order", ["*"]), prune, seed, folder)
+        if "channels" in change:
+            cuts = [{**options, "method": change["channels"]} for options in cuts]
         target: str | Path = f"zoo:{given.network}"
         for number, options in enumerate(cuts):
             place = Path(folder) / f"cut{number}"
             common = {"data_dir": given.data, "seed": seed, "output": place}
             if number == 0:
                 common["checkpoint"] = bench.file
-            slim = once_cut(target, {**common, **options}, is_kept=len(cuts) == 1)
+            is_solved = change.get("solved", True)
+            slim = once_cut(target, {**common, **options}, is_kept=len(cuts) == 1 and is_solved)
+            if not is_solved:
+                slim = unsolved(dense, place)
             start = right_of(slim, data.val).mean()
             updates = left // len(cuts)
             train = {"lr": 0.005, **change.get("train", {})}
@@ -178,6 +194,13 @@ def once_cut(target: str | Path, options: dict[str, Any], *, is_kept: bool) -> A
         dcptool.prune(target, **options)
         CUTS[key] = dcptool.load(options["output"])
     return copy.deepcopy(CUTS[key])
+
+
+def unsolved(dense: Network, place: Path) -> nn.Module:
+    """The dense network with the cuts of an artifact and the weights that it had before."""
+    module = copy.deepcopy(dense.module)
+    surgery.cut(module, artifact.load(place).cuts)
+    return module
 
 
 def in_order(
@@ -216,15 +239,11 @@ def joined() -> Iterator[None]:
 
 def whole(dense: Any) -> int:
     """MACs of the dense network."""
-    from dcptool.network import cost
-
     return cost.count(dense.module, dense.input.size).macs
 
 
 def store(slim: Any, like: Path, place: Path) -> Path:
     """Write trained weights as an artifact, so that they can be pruned again."""
-    from dcptool.network import artifact, cost
-
     network = artifact.load(like)
     network.module.load_state_dict(slim.state_dict())
     counted = cost.count(network.module, network.input.size)

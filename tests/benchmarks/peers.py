@@ -6,7 +6,8 @@
 
 All start from the same weights and cut the same groups (inner channels). torch-pruning and the
 other methods take one rate for all groups, the one whose MACs are next below the share; `dcptool`
-gets those MACs as --target-macs and spends no update on them. All are trained by the loop of
+gets those MACs as --target-macs and spends no update on them, and so do the rows of torch-pruning
+that end in "-global", which rank the channels of all groups together. All are trained by the loop of
 `dcptool finetune`, with and without distillation. The learning rate of every other row is chosen
 for its share, updates and distillation among --rates, on the images held out of train, with the
 first seed; dcptool has its default, which it measures. The public weights have learnt from these
@@ -62,6 +63,8 @@ OURS = "dcptool"
 # The same without labels: no heads, and errors count alike in every direction.
 UNLABELLED = "dcptool --no-training"
 PEERS = ("tp-l1", "tp-bn-scale", "tp-group-norm", "tp-taylor")
+# The same, ranking the channels of all groups together.
+GLOBAL = ("tp-l1-global", "tp-group-norm-global", "tp-taylor-global")
 METHODS = ("l1", "thinet", "cp", "random")
 CALIBRATION = 512
 # Images of train that choose learning rates where val has to report.
@@ -80,7 +83,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--rates", default="0.002,0.005,0.02", help="learning rates of other rows")
-    parser.add_argument("--rows", default=",".join([OURS, UNLABELLED, *PEERS, *METHODS]))
+    parser.add_argument("--rows", default=",".join([OURS, UNLABELLED, *PEERS, *GLOBAL, *METHODS]))
     parser.add_argument("--kd", default="on,off")
     parser.add_argument("--maps", type=float, default=20.0, help="as finetune --kd-maps has it")
     given = parser.parse_args()
@@ -250,8 +253,8 @@ class Bench:
                 )
                 return dcptool.load(document["artifact"])
         batches = list(loader(samples(data, CALIBRATION, seed), 64))
-        if row in PEERS:
-            return torch_pruning(dense, Selection(rate=rate), batches, row)
+        if row in (*PEERS, *GLOBAL):
+            return torch_pruning(dense, Selection(rate=rate), batches, row, macs)
         settings = Selection(rate=rate, method=row, samples=CALIBRATION, seed=seed)
         return select(dense, [x for x, _ in batches], settings).network.module
 
