@@ -7,8 +7,8 @@
 All start from the same weights and cut the same groups (inner channels). torch-pruning and the
 other methods take one rate for all groups, the one whose MACs are next below the share; `dcptool`
 gets those MACs as --target-macs and spends no update on them, and so do the rows of torch-pruning
-that end in "-global", which rank the channels of all groups together. All are trained by the loop of
-`dcptool finetune`, with and without distillation. The learning rate of every other row is chosen
+that end in "-global", which rank the channels of all groups together. All are trained by the loop
+of `dcptool finetune`, with and without distillation. The learning rate of every other row is chosen
 for its share, updates and distillation among --rates, on the images held out of train, with the
 first seed; dcptool has its default, which it measures. The public weights have learnt from these
 images, too, which speaks for small rates: so the table also gives the error of each other row at
