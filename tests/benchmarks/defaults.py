@@ -89,6 +89,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "three cuts": {"steps": [Fraction(7, 10), Fraction(1, 2)]},
     "last layers first, in three cuts": {"order": ["layer3.*", "layer2.*", "layer1.*"]},
     "first layers first, in three cuts": {"order": ["layer1.*", "layer2.*", "layer3.*"]},
+    "1024 samples": {"prune": {"samples": "1024"}},
     "2048 samples": {"prune": {"samples": "2048"}},
     "two sweeps": {"prune": {"sweeps": 2}},
     "maps 20, weights as they were": {"train": {"maps": 20.0}, "solved": False},

@@ -19,7 +19,7 @@ updates of few images show who does no harm.
 
 Appends a line for each training to RESULTS.jsonl and leaves out what is there, so that it can be
 stopped and started again. Then prints the table: mean error, spread over the seeds, and a paired
-comparison with dcptool over the test images (McNemar, both tails).
+comparison with dcptool, trained in the same way, over the test images (McNemar, both tails).
 """
 
 from __future__ import annotations
@@ -337,9 +337,10 @@ def uniform(dense: Network, share: Fraction) -> tuple[Fraction, int]:
     raise SystemExit(f"no rate gives {share} of the MACs")
 
 
-def names_of(lines: list[Line]) -> set[str]:
-    """The rows that lines belong to."""
-    return {line["row"] for line in lines}
+def leader_of(lines: list[Line]) -> str:
+    """Our row that others are compared with: without labels where the default is still to come."""
+    names = {line["row"] for line in lines}
+    return next((row for row in (OURS, UNLABELLED) if row in names), "")
 
 
 def table(lines: list[Line]) -> None:
@@ -355,10 +356,8 @@ def table(lines: list[Line]) -> None:
     for network, share, updates, maps in sorted(keys):
         same = [x for x in lines if [x[f] for f in fields] == [network, share, updates]]
         here = [x for x in same if not x["kd"] or x["maps"] == maps]
-        taught = [x for x in here if x["kd"]]
-        # Where the default row is still to come, the one without labels stands for it.
-        leader = next(row for row in (OURS, UNLABELLED, "") if row in {"", *names_of(taught)})
-        ours = {x["seed"]: unpacked(x) for x in taught if x["row"] == leader}
+        leaders = {kd: leader_of([x for x in here if x["kd"] == kd]) for kd in (True, False)}
+        ours = {(x["kd"], x["seed"]): unpacked(x) for x in here if x["row"] == leaders[x["kd"]]}
         rows = []
         for row, kd in dict.fromkeys((x["row"], x["kd"]) for x in here):
             tried = [x for x in here if (x["row"], x["kd"]) == (row, kd)]
@@ -369,10 +368,10 @@ def table(lines: list[Line]) -> None:
             oracle = min(100 - x["top1"] for x in first)
             found = [x for x in tried if x["lr"] == lr]
             errors = np.array([100 - x["top1"] for x in found])
-            shared = [x for x in found if x["seed"] in ours]
+            shared = [x for x in found if (kd, x["seed"]) in ours]
             p = ""
-            if (row, kd) != (leader, True) and shared:
-                mine = np.concatenate([ours[x["seed"]] for x in shared])
+            if row != leaders[kd] and shared:
+                mine = np.concatenate([ours[kd, x["seed"]] for x in shared])
                 p = f"{mcnemar(mine, np.concatenate([unpacked(x) for x in shared])):.2g}"
             spread = f"{errors.std(ddof=1):.2f} ({len(errors)})" if len(errors) > 1 else ""
             seconds = np.mean([x["seconds"] for x in found])
