@@ -74,7 +74,7 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int | None:
 
     Without a target the newest run is taken; without data the built-in digits are used. The
     result is a new artifact in a run folder of its own. Where the validation images were taken
-    out of train and the dense network has learnt from them before, the last weights stay.
+    out of train and the dense network has learnt from them before, images of train choose.
 
     \b
         dcptool finetune --data-dir photos --epochs 20

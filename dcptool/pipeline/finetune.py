@@ -1,9 +1,10 @@
 """Fine-tune a network and publish the result as a new artifact.
 
 The best weights by val win, and those it started from are among the candidates, so a fine-tune that
-does harm changes nothing; but where val was taken out of train and the dense network has learnt
-from it before, it cannot choose, and the last weights stay. Test only reports. Without labels the
-teacher's answers are the right ones, on images of which one half chooses and the other reports.
+does harm changes nothing. Where val was taken out of train and the dense network has learnt from it
+before, it speaks for the start; then images of train choose, which both have learnt from. Test only
+reports. Without labels the teacher's answers are the right ones, on images of which one half
+chooses and the other reports.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dcptool.selection.heads import WithHeads, new_head, width_at, with_head_los
 from dcptool.training import checkpoint, room, signals
 from dcptool.training.angular import AngularSoftmax
 from dcptool.training.checkpoint import Checkpoints, digest_of
-from dcptool.training.data import Data
+from dcptool.training.data import Data, samples
 from dcptool.training.dist import SINGLE, Dist
 from dcptool.training.evaluate import Accuracy, Predictor, evaluate, predictor
 from dcptool.training.familiar import knows_held_out
@@ -193,7 +194,8 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         dist=dist,
     )
     if is_known:
-        console.note("the images held out of train were learnt from before: the last weights stay")
+        console.note("the images held out of train were learnt from before: images of train choose")
+        choosing = samples(data, len(data.val), job.seed)
     batches = loader(
         data.train,
         job.training.images_per_step,
@@ -221,7 +223,6 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         validate=validate if data.labelled or job.distillation is not None else None,
         validate_first=True,
         prefer=by_top1 if data.labelled else by_divergence,
-        keep_best=not is_known,
         checkpoints=Checkpoints(folder / CHECKPOINTS, fingerprint, job.training.save_every),
         metrics=Metrics(folder, trackers),
         log_every=job.training.log_interval,
@@ -368,7 +369,7 @@ def _publish(
             "lr": fitted.lr,
             "channels_last": fitted.channels_last,
             "distilled": job.distillation is not None,
-            "kept": "last" if is_known else "best",
+            "chosen_by": "train" if is_known else "val",
             "ended_by": fitted.ended_by,
             "threads": torch.get_num_threads(),
         },

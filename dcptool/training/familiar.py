@@ -1,8 +1,8 @@
 """Whether images held out of train are new to a network, or were learnt from before.
 
 Public weights have mostly seen all of train. Images held out of it then speak for whatever stays
-nearest to these weights, and cannot choose between a network before and after training. It shows:
-a network answers images that it has not learnt from less surely than those that it has.
+nearest to these weights, and cannot choose between a network before and after a long training. It
+shows: a network answers images that it has not learnt from less surely than those that it has.
 """
 
 from __future__ import annotations

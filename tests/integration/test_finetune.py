@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from dcptool.cli.app import run
+from dcptool.pipeline import finetune
 
 BASE = ("finetune", "zoo:resnet20", "--no-pretrained", "-b", "16", "--channels-last", "off")
 
@@ -184,6 +185,32 @@ def test_without_labels_the_teacher_says_what_is_kept(
         assert run([*options, *taught, *words, "-o", "refused"]) == 2
         assert f"{words[0]} needs labels" in capsys.readouterr().err
     assert not (tmp_path / "refused").exists()
+
+
+def test_where_val_is_known_images_of_train_choose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run([*BASE, "--steps", "20", "-o", "first"]) == 0
+    seen: list[tuple[str, str]] = []
+    plain = finetune._accuracy
+
+    def accuracy(module, images, job, classes, dist, title, *rest):
+        seen.append((title, images.name))
+        return plain(module, images, job, classes, dist, title, *rest)
+
+    monkeypatch.setattr(finetune, "_accuracy", accuracy)
+    monkeypatch.setattr(finetune, "knows_held_out", lambda *_, **__: True)
+    capsys.readouterr()
+    harm = ["finetune", "first", "--steps", "4", "-b", "16", "--lr", "0.5", "--clip-grad", "1"]
+    assert run([*harm, "--channels-last", "off", "-o", "harmed"]) == 0
+    assert "images of train choose" in capsys.readouterr().err
+    assert [name for title, name in seen if title == "validation"] == ["samples"] * 2
+    assert [name for title, name in seen if title != "validation"] == ["test"] * 2
+    manifest = json.loads((tmp_path / "harmed" / "manifest.json").read_text())
+    assert manifest["lineage"]["finetune"]["chosen_by"] == "train"
+    same = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "harmed")]
+    assert same[0] == same[1]
 
 
 def test_an_angular_loss_has_no_teacher(
