@@ -40,12 +40,16 @@ from dcptool.network import artifact, cost, surgery
 from dcptool.network.base import Network
 from dcptool.pipeline import stage_training
 from dcptool.selection.heads import WithHead, WithHeads, with_head_losses
+from dcptool.training.data import samples
+from dcptool.training.loader import loader
+from dcptool.training.norms import reestimate_norms
 
 # All changes are to the first row: distillation by scores at 0.005, one cut by --target-macs and no
 # training. prune: options of `dcptool prune`; train: those of the fine-tune; stages: updates before
 # the stages of pruning; steps: shares of dense MACs on the way, each with its part of the updates;
 # order: parts of the network that are cut one after the other, each with its part of the updates;
-# channels: the same widths, filled by another rule; solved: whether weights are those solved for.
+# channels: the same widths, filled by another rule; solved: whether weights are those solved for;
+# anew: images that norms are measured on after training, as they are, without augmentation.
 ROWS: dict[str, dict[str, Any]] = {
     "scores alone": {},
     "lr 0.001": {"train": {"lr": 0.001}},
@@ -92,6 +96,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "1024 samples": {"prune": {"samples": "1024"}},
     "2048 samples": {"prune": {"samples": "2048"}},
     "two sweeps": {"prune": {"sweeps": 2}},
+    "maps 20, norms measured anew afterwards": {"train": {"maps": 20.0}, "anew": 2048},
     "maps 20, weights as they were": {"train": {"maps": 20.0}, "solved": False},
     "maps 20, channels by l1": {"train": {"maps": 20.0}, "channels": "l1"},
     "maps 20, one rate for all groups": {"train": {"maps": 20.0}, "prune": {"target_macs": None}},
@@ -175,6 +180,8 @@ def run(bench: Bench, change: dict[str, Any], seed: int) -> dict:
                 bench.train(slim, data, bench.teacher(dense, seed), updates, seed=seed, **train)
             except GateFailed as err:
                 return {"start": round(100 * float(start), 2), "val": None, "why": err.message}
+            if "anew" in change:
+                reestimate_norms(slim, loader(samples(data, change["anew"], seed), 128))
             end = right_of(slim, data.val).mean()
             if number + 1 < len(cuts):
                 target = store(slim, place, Path(folder) / f"trained{number}")
