@@ -68,7 +68,7 @@ class Checkpoints:
                 continue
             if faults:
                 console.warn(f"{faults[0]}; using generation {counter} instead")
-            refuse_changes(document["fingerprint"], self.fingerprint, path)
+            self._refuse_changes(document["fingerprint"], path)
             self._counter = max(self._counter, counter)
             return document["state"]
         if faults:
@@ -79,20 +79,19 @@ class Checkpoints:
             )
         return None
 
-
-def refuse_changes(saved: Mapping[str, str], now: Mapping[str, str], path: Path) -> None:
-    """Refuse what was saved when something else was asked for, by the name of what changed."""
-    changed = [
-        f"{key}: {saved.get(key, 'not set')} -> {now.get(key, 'not set')}"
-        for key in sorted({*saved, *now})
-        if saved.get(key) != now.get(key)
-    ]
-    if changed:
-        raise InputError(
-            f"{path} belongs to another run",
-            why="\n".join(changed),
-            try_="resume with the options it was started with, or start a new run",
-        )
+    def _refuse_changes(self, saved: Mapping[str, str], path: Path) -> None:
+        keys = sorted({*saved, *self.fingerprint})
+        changed = [
+            f"{key}: {saved.get(key, 'not set')} -> {self.fingerprint.get(key, 'not set')}"
+            for key in keys
+            if saved.get(key) != self.fingerprint.get(key)
+        ]
+        if changed:
+            raise InputError(
+                f"{path} belongs to another run",
+                why="\n".join(changed),
+                try_="resume with the options it was started with, or start a new run",
+            )
 
 
 def generations(folder: Path) -> list[tuple[int, str, Path]]:
