@@ -91,7 +91,10 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder,
         cost=artifact.cost_document(138506, 20759168, 272474, 40813184),
         metrics={"source": HOSTILE, "images": "test", "top1": 91.5, "dense_top1": 92.25},
-        lineage={"prune": {"rate": 0.5, "method": "dcp", "solver": "sgd", "training": True}},
+        lineage={
+            "prune": {"rate": 0.5, "method": "dcp", "solver": "sgd", "training": True},
+            "dense": {"checkpoint": "dense.safetensors"},
+        },
     )
     steps = [
         {

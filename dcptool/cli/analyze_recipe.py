@@ -85,6 +85,4 @@ def _selection(params: dict[str, Any]) -> Any:
     from dcptool.cli.selection_options import selection_options, settings_of
 
     given = {str(param.name): params[str(param.name)] for param in declared(selection_options)}
-    return settings_of(
-        given, params["seed"], params["batch_size"], training=not params["no_training"]
-    )
+    return settings_of(given, params["seed"], training=not params["no_training"])

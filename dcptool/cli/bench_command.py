@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     type=FiniteRange(0, min_open=True),
     default=4.0,
     show_default=True,
-    help="Seconds of timed calls for each row.",
+    help="Seconds of timed calls for each row; at least 24 calls.",
 )
 @click.option("--iterations", type=click.IntRange(1), help="Timed calls for each row, instead.")
 @click.option(

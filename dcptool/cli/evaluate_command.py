@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,10 @@ def command(
             network, predict, where = opened.network, opened.predict, "cpu"
             batch_size = opened.batch_size or batch_size
             # A file has its size; the built-in images are shown at that.
-            spec = images.with_size(spec, network.input.size[1])
+            spec = images.at_own_size(spec)
+            if opened.normalises:
+                idle.refuse({"mean", "std"}, "with a file that normalises the images itself")
+                spec = replace(spec, mean=None, std=None)
         else:
             from dcptool.network import artifact
 

@@ -219,7 +219,7 @@ def _teacher(options: dict[str, Any], target: str, network: Any) -> Any:
     if options["kd"] is False:
         return None
     from dcptool.network import artifact
-    from dcptool.pipeline import ancestry
+    from dcptool.network.manifest import dense_weights
 
     where = options["teacher"]
     checkpoint = options["teacher_checkpoint"]
@@ -231,7 +231,7 @@ def _teacher(options: dict[str, Any], target: str, network: Any) -> Any:
             where, pretrained=pretrained, checkpoint=checkpoint, offline=options["offline"]
         )
     if artifact.is_artifact(target):
-        path = ancestry.dense_weights(target, artifact.read(Path(target)).lineage)
+        path = dense_weights(Path(target), artifact.read(Path(target)).lineage)
         if path is not None and options["reset_head"] and not options["kd"]:
             console.note("no distillation: the dense network knows other classes than the new head")
             return None
@@ -283,6 +283,7 @@ def _document(result: Any, target: str, data: Any) -> dict[str, Any]:
         "artifact": str(result.artifact),
         "target": target,
         "data": data.source,
+        "split": data.report.name,
         "before": {"top1": before.top1} if before else None,
         "after": {"top1": after.top1, "top5": after.top5} if after else None,
         "agreement": {"before": asdict(agreed[0]), "after": asdict(agreed[1])} if agreed else None,

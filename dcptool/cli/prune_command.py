@@ -126,7 +126,6 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int | None:
     settings = settings_of(
         options["selection"],
         options["seed"],
-        options["batch_size"],
         training=not options["no_training"],
     )
     document = _work(options["model"], settings, options, resume)
@@ -270,12 +269,12 @@ def _rounded(
 
 def _ancestry(model: str, network: Network, folder: Path) -> dict[str, Any]:
     """Where the network comes from; of an artifact its lineage, and what it was made from."""
-    from dcptool.network import artifact
+    from dcptool.network import artifact, manifest
     from dcptool.pipeline import ancestry
 
     if not artifact.is_artifact(model):
         return {"lineage": {"source": model if ":" in model else str(network.base)}}
-    known = ancestry.dense_weights(model, artifact.read(Path(model)).lineage)
+    known = manifest.dense_weights(Path(model), artifact.read(Path(model)).lineage)
     return {"lineage": ancestry.lineage_from(model, network, folder), "ancestor": known}
 
 

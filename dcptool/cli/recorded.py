@@ -19,7 +19,7 @@ import click
 from click.core import ParameterSource
 
 from dcptool.cli import app
-from dcptool.errors import InputError
+from dcptool.errors import InputError, UsageError
 
 # What names images, and what of a folder of images a run remembers; data sets by a name are not
 # taken over, as these may be fetched.
@@ -68,6 +68,7 @@ def data_of(target: str, data: dict[str, Any], *, labelled: bool = False) -> dic
     is_run = os.path.isfile(run / "manifest.json")  # noqa: PTH113 - never raises
     if not is_run or any(data.get(key) for key in NAMED):
         return data
+    unlabelled = False
     for path in (run / "finetune.json", run / "prune.json"):
         if not path.is_file():
             continue
@@ -77,6 +78,7 @@ def data_of(target: str, data: dict[str, Any], *, labelled: bool = False) -> dic
         found = {key: _typed(saved[key], key, PATHS) for key in FOLDERS if saved.get(key)}
         place = found.get("data_dir") or (not labelled and found.get("images"))
         if not place:
+            unlabelled |= "images" in found
             continue
         if not place.is_dir():
             raise InputError(
@@ -86,6 +88,11 @@ def data_of(target: str, data: dict[str, Any], *, labelled: bool = False) -> dic
             )
         console.note(f"no data named: taking {place}, as {run} was made with it")
         return {**data, **found, **_given(data)}
+    if unlabelled:
+        raise UsageError(
+            f"no data named, and {run} was made with images without labels",
+            try_="the same command with --data-dir, one folder for each class",
+        )
     return data
 
 

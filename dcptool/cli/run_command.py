@@ -194,9 +194,7 @@ def selection_of(params: dict[str, Any]) -> Selection:
     from dcptool.cli.selection_options import selection_options, settings_of
 
     given = {str(param.name): params[str(param.name)] for param in declared(selection_options)}
-    return settings_of(
-        given, params["seed"], params["batch_size"], training=not params["no_training"]
-    )
+    return settings_of(given, params["seed"], training=not params["no_training"])
 
 
 def _combinations(recipe: Any) -> list[str]:

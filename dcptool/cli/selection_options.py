@@ -224,7 +224,7 @@ selection_options = packed(
 _CLOSED_FORM = {"target": "block", "score": "rise"}
 
 
-def settings_of(given: dict[str, Any], seed: int, batch_size: int, *, training: bool) -> Selection:
+def settings_of(given: dict[str, Any], seed: int, *, training: bool) -> Selection:
     """The selection that the options ask for; all that does not fit is said at once."""
     from dcptool.pipeline.prune_record import read_orders
     from dcptool.selection.budget import parse_rate
@@ -294,7 +294,6 @@ def settings_of(given: dict[str, Any], seed: int, batch_size: int, *, training: 
         budget=budget,
         reuse=reuse,
         seed=seed,
-        batch_size=batch_size,
         **chosen,
     )
 

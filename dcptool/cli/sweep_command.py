@@ -32,6 +32,7 @@ name = "resnet50"
 [bench]
 batch_size = [1]
 """
+TABLE = "sweep.csv"
 SHORT = re.compile(r"[^A-Za-z0-9._-]+")
 FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -70,7 +71,7 @@ def command(
 
     Every point is a run of its own below runs/NAME: pruned, fine-tuned where [finetune] is set,
     exported and timed. What is done is not done again: the same line goes on with a sweep that
-    was stopped, or adds values to one that is there. A recipe instead of MODEL gives all its steps.
+    was stopped, and with further values it adds them. A recipe instead of MODEL gives its steps.
 
     \b
         dcptool sweep resnet50 --over prune.target_macs=0.3,0.5,0.7
@@ -83,7 +84,8 @@ def command(
     points = study.points_over(_values(model, over))
     base = _base(model, over, changes, name)
     each = [study.recipe_at(base, point) for point in points]
-    checked = [check(one) for one in each]
+    named = [replace(one, name=f"{base.name} at {one.name}") for one in each]
+    checked = [check(one) for one in named]
     _check_reach(ctx, points, each, checked)
     folder = rundir.runs_folder(runs_dir) / base.name
     try:
@@ -92,6 +94,7 @@ def command(
         err.try_ = f"the same command with --runs-dir DIR, or DCPTOOL_RUNS=DIR; {err.try_}"
         raise
     again = shlex.join(["dcptool", "sweep", *_typed(ctx)])
+    _check_table(folder, points)
 
     def keep(measured: Sequence[Measured]) -> None:
         _publish(folder, measured)
@@ -108,6 +111,11 @@ def command(
         )
     except KeyboardInterrupt as err:
         raise Interrupted(getattr(err, "number", signal.SIGINT), try_=again) from err
+    newest = next((one for one in reversed(measured) if one.failure is None), None)
+    link = newest.run.parent / rundir.LATEST if newest is not None else None
+    if link is not None and link.is_symlink():
+        # The newest of all runs is now one of these.
+        files.point_link(folder.parent / rundir.LATEST, f"{folder.name}/{link.readlink()}")
     best = {one.point.name for one in _front(measured)}
     document: dict[str, object] = {
         "run": str(folder),
@@ -179,6 +187,24 @@ def _within_reach(
     key = f"prune.{near[1].replace('-', '_')}"
     option = "--over" if any(text.startswith(f"{key}=") for text in ctx.params["over"]) else "--set"
     return f"the same command with {option} {key}={near[2]}"
+
+
+def _check_table(folder: Path, points: Sequence[Point]) -> None:
+    """Refuse to leave out points that the table of an earlier sweep has."""
+    import csv
+
+    path = folder / TABLE
+    if not path.is_file():
+        return
+    with path.open(newline="") as stream:
+        known = [row.get("point", "") for row in csv.DictReader(stream)]
+    missing = sorted(set(known) - {point.name for point in points} - {""})
+    if missing:
+        raise UsageError(
+            f"{path} has points that this sweep leaves out: {'; '.join(missing[:5])}",
+            why="it would be written anew without them",
+            try_="their values in --over, too (what is done is not done again), or --name ANOTHER",
+        )
 
 
 def _base(model: str, over: Sequence[str], changes: Sequence[str], name: str | None) -> Recipe:
@@ -260,7 +286,7 @@ def _publish(folder: Path, measured: Sequence[Measured]) -> None:
     for one in measured:
         cells = ["" if one.figures[key] is None else one.figures[key] for key in keys]
         writer.writerow([one.point.name, *cells, int(one.point.name in best)])
-    files.publish(folder / "sweep.csv", stream.getvalue().encode())
+    files.publish(folder / TABLE, stream.getvalue().encode())
     dots = [
         (float(_cost(one) or 0), float(one.accuracy), one.point.name)
         for one in measured
@@ -300,7 +326,11 @@ def _text(measured: Sequence[Measured], best: set[str], folder: Path) -> str:
     if first is not None:
         params, macs = first["dense_params"], first["dense_macs"]
         top1 = cell(first["dense_top1"], "{:.2f} %")
-        rows.append(["dense", top1, f"{macs:,.0f}", f"{params:,.0f}", "", "", ""])
+        timed = next((one for one in measured if one.latency_ms and one.figures["speedup"]), None)
+        took = ""
+        if timed is not None:
+            took = f"{(timed.latency_ms or 0) * (timed.figures['speedup'] or 0):.2f} ms"
+        rows.append(["dense", top1, f"{macs:,.0f}", f"{params:,.0f}", took, "", ""])
     for one in measured:
         rows.append(
             [
@@ -315,4 +345,4 @@ def _text(measured: Sequence[Measured], best: set[str], folder: Path) -> str:
         )
     headers = ["point", "top-1", "MACs", "params", "latency", "faster", "Pareto"]
     table = console.table(headers, rows, align="<>>>>><")
-    return f"{table}\n\n{folder / 'sweep.csv'}, {folder / 'sweep.svg'}"
+    return f"{table}\n\n{folder / TABLE}, {folder / 'sweep.svg'}"

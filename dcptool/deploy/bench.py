@@ -20,9 +20,12 @@ from dcptool.deploy import guard, onnx_scan, profile, timing
 from dcptool.deploy.onnx_graph import metadata
 from dcptool.deploy.parity import Array
 from dcptool.deploy.session import cores, feed_of, open_session
+from dcptool.errors import UsageError
 
 # Few sessions make the interval too narrow: each is one draw of how memory came to lie.
 SESSIONS = 8
+# As long as one call takes longer than the time there is.
+ROUNDS_A_SESSION = 3
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Speedup:
     high: float
     measurable: bool
     macs_ratio: float
-    efficiency: float
+    efficiency: float | None
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ def bench(entries: Sequence[Entry], settings: Settings, *, baseline: int | None 
     """Time all entries under all conditions, and compare each with the one at `baseline`."""
     entries = distinct(entries)
     scanned = {entry.model: onnx_scan.scan(entry.path) for entry in entries}
+    _check_batches(scanned, settings.batch_sizes)
     conditions = [
         Condition(provider, batch_size, threads)
         for provider in settings.providers
@@ -164,10 +168,26 @@ def bench(entries: Sequence[Entry], settings: Settings, *, baseline: int | None 
             )
             if baseline is not None:
                 first = rows[baseline]
+                precisions = [_precision(scanned[entry.model]) for entry in entries]
                 report.speedup.extend(
-                    _speedup(row, first, times, generator) for row in rows if row is not first
+                    _speedup(row, first, times, generator, same=precision == precisions[baseline])
+                    for row, precision in zip(rows, precisions, strict=True)
+                    if row is not first
                 )
     return report
+
+
+def _check_batches(scanned: Mapping[str, onnx_scan.Scanned], sizes: Sequence[int]) -> None:
+    """Refuse batches that a file cannot take, before the first is timed."""
+    for name, one in scanned.items():
+        fixed = feed_of(one.proto).shape[0]
+        wrong = [size for size in sizes if fixed not in (None, size)]
+        if wrong:
+            raise UsageError(
+                f"{name} takes batches of {fixed} only, not {wrong[0]}",
+                why=f"{one.path} was exported so",
+                try_=f"--batch-size {fixed}, or export it with --dynamic batch",
+            )
 
 
 def image_size(scanned: onnx_scan.Scanned, settings: Settings) -> int | None:
@@ -179,6 +199,10 @@ def image_size(scanned: onnx_scan.Scanned, settings: Settings) -> int | None:
         return int(found[1])
     except (KeyError, ValueError, TypeError, IndexError):
         return None
+
+
+def _precision(scanned: onnx_scan.Scanned) -> str:
+    return metadata(scanned.proto).get("precision", "fp32")
 
 
 def _visit(scanned: onnx_scan.Scanned, condition: Condition, settings: Settings) -> guard.Visit:
@@ -214,6 +238,7 @@ def measure(
             warmup=settings.warmup,
             duration_s=settings.duration_s / SESSIONS,
             iterations=per_session,
+            fewest=ROUNDS_A_SESSION,
         )
         # One schedule for all generations, so that each weighs the same.
         schedule = schedule or planned
@@ -274,8 +299,14 @@ def _row(
 
 
 def _speedup(
-    row: Row, first: Row, times: Mapping[str, list[timing.Times]], generator: np.random.Generator
+    row: Row,
+    first: Row,
+    times: Mapping[str, list[timing.Times]],
+    generator: np.random.Generator,
+    *,
+    same: bool,
 ) -> Speedup:
+    """One row against the first; what coarser numbers save is not due to fewer MACs."""
     found = timing.compare(times[first.model], times[row.model], generator)
     macs_ratio = first.macs / row.macs if row.macs else 1.0
     return Speedup(
@@ -289,7 +320,7 @@ def _speedup(
         found.high,
         found.is_measurable,
         macs_ratio,
-        found.ratio / macs_ratio,
+        found.ratio / macs_ratio if same else None,
     )
 
 

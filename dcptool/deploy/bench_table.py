@@ -112,7 +112,7 @@ def _speedups(entries: Sequence[Mapping[str, Any]], style: str) -> str:
             f"{entry['ratio']:.2f}",
             f"{entry['low']:.2f} .. {entry['high']:.2f}",
             f"{entry['macs_ratio']:.2f}",
-            f"{entry['efficiency']:.2f}",
+            "" if entry["efficiency"] is None else f"{entry['efficiency']:.2f}",
         )
         for entry in entries
     ]

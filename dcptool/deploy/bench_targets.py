@@ -22,9 +22,10 @@ from dcptool.errors import InputError, UsageError
 
 MANIFEST = "manifest.json"
 EXPORT_FILE, DENSE_FILE = "model.onnx", "dense.onnx"
-DENSE_WEIGHTS = "dense.safetensors"
 DENSE = "dense"
 HASH = "artifact_sha256"
+INT8 = " int8"
+STEPS = ("prune", "finetune", "baseline")
 
 
 @contextmanager
@@ -39,7 +40,8 @@ def resolved(
 def _resolve(
     targets: list[str], baseline: str | None, model: Mapping[str, Any], scratch: Path
 ) -> tuple[list[Entry], int | None]:
-    entries = [_entry(target, model, scratch) for target in targets]
+    several = sum(map(is_artifact, targets)) > 1
+    entries = [_entry(target, model, scratch, several=several) for target in targets]
     if baseline is None and len(targets) == 1 and is_artifact(targets[0]):
         baseline = DENSE
     if baseline == DENSE:
@@ -49,10 +51,16 @@ def _resolve(
                 "--baseline dense needs an artifact among the targets",
                 try_="dcptool bench runs/latest",
             )
-        return [dense_entry(Path(folder)), *entries], 0
+        slim = entries[targets.index(folder)]
+        if slim.model.endswith(INT8):
+            console.warn(
+                "an INT8 file against the dense network in fp32: dcptool bench "
+                f"{shlex.quote(folder)} --int8 times both in both"
+            )
+        return [dense_entry(Path(folder), slim.path), *entries], 0
     if baseline is not None:
         if baseline in targets:
-            return entries, targets.index(baseline)
+            return entries, targets.index(baseline) if len(entries) > 1 else None
         return [_entry(baseline, model, scratch), *entries], 0
     return entries, 0 if len(entries) > 1 else None
 
@@ -71,24 +79,27 @@ def _is_file(target: str) -> bool:
     return target.endswith(".onnx") or os.path.isfile(target)  # noqa: PTH113
 
 
-def _entry(target: str, model: Mapping[str, Any], scratch: Path) -> Entry:
+def _entry(target: str, model: Mapping[str, Any], scratch: Path, *, several: bool = False) -> Entry:
     path = Path(target)
     if is_artifact(target):
-        return Entry("slim", _newest_export(path), partial(_load, target))
+        file = _newest_export(path)
+        name = _run_name(path) if several else "slim"
+        name += INT8 if _made_with(file)[0] == "int8" else ""
+        return Entry(name, file, partial(_load, target))
     if _is_file(target):
         return Entry(path.stem, path)
     from dcptool.deploy import export, targets
 
-    if targets.is_folder(target):
-        raise InputError(
-            f"{path} is not an artifact",
-            why=f"there is no {MANIFEST} in it",
-            try_="dcptool bench FILE.onnx",
-        )
     network = targets.open_network(target, **model)
     name = f"{len(list(scratch.iterdir()))}.onnx"
     console.note(f"exporting {network.base} for the purpose")
     return Entry(target, export.export(network, scratch / name).file, lambda: network)
+
+
+def _run_name(folder: Path) -> str:
+    """The name of a run, with the step where the artifact is one of several in it."""
+    place = folder.resolve()
+    return f"{place.parent.name}/{place.name}" if place.name in STEPS else place.name
 
 
 def _newest_export(folder: Path) -> Path:
@@ -131,34 +142,57 @@ def _hash_of(folder: Path) -> str:
     return files.sha256(manifest)
 
 
+def _made_with(path: Path) -> tuple[str, dict[str, Any]]:
+    """The precision of a file, and what else `export` was told when it made it."""
+    proto = onnx_scan.scan(path).proto
+    stored = metadata(proto)
+    free = sum(bool(dim.dim_param) for dim in proto.graph.input[0].type.tensor_type.shape.dim)
+    told: dict[str, Any] = {
+        "with_preprocessing": stored.get("preprocessing", "none") != "none",
+        "softmax": stored.get("output", "logits") != "logits",
+        "dynamic": "batch" if free == 1 else "size" if free else "none",
+    }
+    opset = next((one.version for one in proto.opset_import if not one.domain), None)
+    return stored.get("precision", "fp32"), told | ({"opset": opset} if opset else {})
+
+
 def _options_of(path: Path) -> list[str]:
     """What `export` was told when it made a file, beyond its defaults."""
     from dcptool.deploy.onnx_export import OPSET_DEFAULT
 
-    proto = onnx_scan.scan(path).proto
-    stored = metadata(proto)
-    free = sum(bool(dim.dim_param) for dim in proto.graph.input[0].type.tensor_type.shape.dim)
-    opset = next((one.version for one in proto.opset_import if not one.domain), OPSET_DEFAULT)
-    precision = stored.get("precision", "fp32")
+    precision, told = _made_with(path)
     return [
         *([f"--{precision}"] if precision != "fp32" else []),
-        *(["--with-preprocessing"] if stored.get("preprocessing", "none") != "none" else []),
-        *(["--softmax"] if stored.get("output", "logits") != "logits" else []),
-        *([f"--dynamic={'size' if free else 'none'}"] if free != 1 else []),
-        *([f"--opset={opset}"] if opset != OPSET_DEFAULT else []),
+        *(["--with-preprocessing"] if told["with_preprocessing"] else []),
+        *(["--softmax"] if told["softmax"] else []),
+        *([f"--dynamic={told['dynamic']}"] if told["dynamic"] != "batch" else []),
+        *(
+            [f"--opset={told['opset']}"]
+            if told.get("opset", OPSET_DEFAULT) != OPSET_DEFAULT
+            else []
+        ),
     ]
 
 
-def dense_entry(folder: Path) -> Entry:
-    """The dense network behind an artifact, exported once into its folder for each state of it."""
+def dense_entry(folder: Path, like: Path) -> Entry:
+    """The dense network behind an artifact, exported as the slim one was, but never in INT8.
+
+    It stays in the folder for as long as both stay what they are.
+    """
     path = folder / DENSE_FILE
-    if not path.exists() or _is_stale(path, folder):
+    precision, told = _made_with(like)
+    wanted = ("fp16" if precision == "fp16" else "fp32", told)
+    if not path.exists() or _is_stale(path, folder) or _made_with(path) != wanted:
         from dcptool.deploy import export
 
-        weights = "" if _has_dense(folder) else " with random weights: same graph, same speed"
+        known = _dense_weights(folder)
+        weights = "" if known else " with random weights: same graph, same speed"
         console.note(f"exporting the dense network to {path}{weights}")
         facts = {HASH: _hash_of(folder)}
-        export.export(_dense(str(folder)), path, facts=facts, labels=False, force=path.exists())
+        options = export.Options(fp16=wanted[0] == "fp16", **told)
+        export.export(
+            _dense(str(folder)), path, options, facts=facts, labels=False, force=path.exists()
+        )
     return Entry(DENSE, path, partial(_dense, str(folder)))
 
 
@@ -168,13 +202,14 @@ def _load(target: str) -> Any:
     return targets.open_network(target)
 
 
-def _has_dense(folder: Path) -> bool:
-    return (folder / DENSE_WEIGHTS).is_file()
+def _dense_weights(folder: Path) -> Path | None:
+    from dcptool.network import artifact
+    from dcptool.network.manifest import dense_weights
+
+    return dense_weights(folder, artifact.read(folder).lineage)
 
 
 def _dense(target: str) -> Any:
     from dcptool.deploy import targets
 
-    network = targets.open_network(target)
-    weights = Path(target) / DENSE_WEIGHTS
-    return targets.dense_of(network, weights if _has_dense(Path(target)) else None)
+    return targets.dense_of(targets.open_network(target), _dense_weights(Path(target)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import signal
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,11 +22,11 @@ from torch import nn
 from dcptool import console
 from dcptool.errors import InputError
 from dcptool.network.models import Network
+from dcptool.training import signals
 
 # torch writes its operators for opset 18; anything older needs onnx's version converter,
 # which has crashed on crafted graphs.
 OPSET_DEFAULT, OPSET_MIN, OPSET_MAX = 18, 18, 23
-DYNAMIC = ("batch", "size", "none")
 INPUT_NAME, OUTPUT_NAME = "input", "logits"
 SIZE_LIMIT = 2**31 - 1
 
@@ -49,7 +50,8 @@ def translate(
     batch = 1 if dynamic == "none" else 2
     example = torch.zeros(batch, *network.input.size, device=_device(module))
     heard = io.StringIO()
-    with _hushed(heard), torch.no_grad():
+    # torch takes whatever is raised on the way for a network that it cannot translate.
+    with signals.watch() as flag, _hushed(heard), torch.no_grad():
         try:
             proto, exporter = _by_export(module, example, opset, dynamic), "torch.export"
         except Exception as first:
@@ -62,6 +64,8 @@ def translate(
                     why=f"torch.export: {_first_line(first)}\ntorchscript: {_first_line(second)}",
                     try_="another --opset, or --dynamic none",
                 ) from first
+    if flag.number:
+        signal.raise_signal(flag.number)
     if exporter != "torch.export":
         console.warn("torch.export could not translate this network; used the TorchScript exporter")
         console.detail(heard.getvalue())

@@ -16,9 +16,8 @@ from dcptool.deploy.samples import calibration_images, open_images
 from dcptool.errors import InputError
 from dcptool.network import artifact
 from dcptool.network.base import Network
+from dcptool.network.manifest import DENSE_WEIGHTS, dense_weights
 from dcptool.training.data import DataSpec
-
-DENSE_WEIGHTS = "dense.safetensors"
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,15 @@ class Four:
 
 def four(folder: Path, spec: DataSpec, samples: int, seed: int, scratch: Path) -> Four:
     """Export both networks of an artifact in both precisions, calibrated on the same images."""
-    if not (folder / DENSE_WEIGHTS).is_file():
+    weights = dense_weights(folder, artifact.read(folder).lineage)
+    if weights is None:
         raise InputError(
             f"{folder} has no dense network to compare with",
-            why=f"there is no {DENSE_WEIGHTS} in it",
+            why=f"there is no {DENSE_WEIGHTS} in it or in the run that it was made from",
             try_="dcptool bench RUN --int8, where RUN is the folder of a prune",
         )
     slim = artifact.load(folder)
-    dense = artifact.load_dense(slim.base, slim.input, folder / DENSE_WEIGHTS)
+    dense = artifact.load_dense(slim.base, slim.input, weights)
     dense.classes = slim.classes
     entries: dict[str, Entry] = {}
     top1: dict[str, float | None] = {}

@@ -43,6 +43,7 @@ class OnnxNetwork:
     network: Network
     predict: Callable[[Tensor], Tensor]
     batch_size: int | None
+    normalises: bool = False
 
 
 def open_onnx(path: Path, *, threads: int = 0, img_size: int | None = None) -> OnnxNetwork:
@@ -99,7 +100,7 @@ def open_onnx(path: Path, *, threads: int = 0, img_size: int | None = None) -> O
 
     base = Base("onnx", path.name, count)
     network = Network(torch.nn.Identity(), base, seen, classes)
-    return OnnxNetwork(network, predict, fixed)
+    return OnnxNetwork(network, predict, fixed, embedded)
 
 
 def _channels_last(shape: tuple[int | None, ...], *, embedded: bool) -> bool:

@@ -22,7 +22,7 @@ PARITY_IMAGES = 33
 
 def open_images(spec: DataSpec, network: Network) -> Data:
     """The data as the exported network will see it: its own size, also for the built-in set."""
-    return training_data.open_data(training_data.with_size(spec, network.input.size[1]), network)
+    return training_data.open_data(training_data.at_own_size(spec), network)
 
 
 def parity_batches(data: Data, seed: int = 0) -> list[Array]:

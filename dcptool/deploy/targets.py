@@ -18,11 +18,6 @@ def open_network(target: str, **model_options: Any) -> Network:
     return artifact.open_target(target, **model_options)
 
 
-def is_folder(target: str) -> bool:
-    """Whether a folder is meant, with an artifact in it or not; some have the name of a model."""
-    return artifact.is_artifact(target)
-
-
 def facts_of(folder: Path) -> dict[str, object]:
     """Rate, accuracy and hash of an artifact, for the metadata of its exported file."""
     path = folder / artifact.MANIFEST

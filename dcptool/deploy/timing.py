@@ -21,6 +21,8 @@ ROUNDS_MIN, ROUNDS_MAX = 12, 200
 RESAMPLES = 2000
 CHUNK = 1 << 21
 CONFIDENCE = 0.95
+# Calls of a block that are drawn again for the interval: they share its fate, and more say no more.
+DRAWN_CALLS = 8
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,17 @@ class Schedule:
 
 
 def plan(
-    runners: Mapping[str, Runner], *, warmup: int, duration_s: float, iterations: int | None
+    runners: Mapping[str, Runner],
+    *,
+    warmup: int,
+    duration_s: float,
+    iterations: int | None,
+    fewest: int = ROUNDS_MIN,
 ) -> Schedule:
-    """Warm every runner up, and fit the rounds into `duration_s` seconds for each runner."""
+    """Warm every runner up, and fit the rounds into `duration_s` seconds for each runner.
+
+    There are at least `fewest`, however long they take.
+    """
     once: dict[str, float] = {}
     for name, run in runners.items():
         spent = [_clock(run) for _ in range(max(warmup, 1) + 2)]
@@ -71,7 +81,7 @@ def plan(
     block_s = min(BLOCK_S, duration_s / ROUNDS_MIN)
     calls = {name: max(1, min(50, round(block_s / spent))) for name, spent in once.items()}
     longest = max(once[name] * (calls[name] + 1) for name in runners)
-    rounds = int(min(max(duration_s / longest, ROUNDS_MIN), ROUNDS_MAX))
+    rounds = int(min(max(duration_s / longest, fewest), ROUNDS_MAX))
     # Long budgets on fast networks lengthen the blocks once there are enough of them.
     stretch = max(1.0, duration_s / (rounds * longest))
     return Schedule(rounds, {name: max(1, int(count * stretch)) for name, count in calls.items()})
@@ -127,6 +137,8 @@ def compare(
     block share its fate, and two sessions of one model may differ by where their memory lies.
     """
     base, rest = np.stack(baseline), np.stack(other)
+    ratio = float(np.median(base) / np.median(rest))
+    base, rest = (times[:, :, _spread(times.shape[2])] for times in (base, rest))
     sessions, rounds = base.shape[:2]
     draws: list[Times] = []
     at_once = max(1, CHUNK // max(base.size, rest.size))
@@ -140,4 +152,10 @@ def compare(
         draws.append(medians[0] / medians[1])
     tail = 100 * (1 - CONFIDENCE) / 2
     low, high = (float(q) for q in np.percentile(np.concatenate(draws), (tail, 100 - tail)))
-    return Ratio(float(np.median(base) / np.median(rest)), low, high)
+    return Ratio(ratio, low, high)
+
+
+def _spread(calls: int) -> npt.NDArray[np.int64]:
+    """Some of so many calls, evenly over all of them."""
+    places: npt.NDArray[np.int64] = np.linspace(0, calls - 1, min(calls, DRAWN_CALLS)).astype(int)
+    return places

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +32,8 @@ WEIGHTS = "model.safetensors"
 # Stands beside an older manifest while its weights are replaced.
 NEXT_MANIFEST = ".manifest.next.json"
 FORMAT = 1
+# Steps of a recipe that make an artifact, the newest first.
+STEPS = ("finetune", "prune", "baseline")
 CUSTOM = "custom"
 
 
@@ -157,18 +160,30 @@ def _check_runs(module: nn.Module, size: tuple[int, ...], path: Path) -> None:
 def read(path: Path) -> Manifest:
     """Read and check the manifest of an artifact folder."""
     if not (path / MANIFEST).is_file():
-        kind = "an unfinished artifact" if (path / WEIGHTS).exists() else "no artifact"
-        raise InputError(
-            f"{path} is {kind}",
-            why=f"there is no {MANIFEST} in it",
-            try_="dcptool prune resnet50 --rate 0.3",
-        )
+        raise _no_artifact(path)
     manifest = read_manifest(path / MANIFEST, newest=FORMAT)
     if not (path / NEXT_MANIFEST).is_file():
         return manifest
     following = read_manifest(path / NEXT_MANIFEST, newest=FORMAT)
     found = files.sha256(files.read_bytes(path / WEIGHTS, what="weights"))
     return following if found == following.weights_sha256 else manifest
+
+
+def _no_artifact(path: Path) -> InputError:
+    """What to say of a folder without a manifest, which may be a run or a part of one."""
+    inside = next((n for n in STEPS if (path / n / MANIFEST).is_file()), None)
+    if inside is not None:
+        what, why = "is the run of a recipe", "its artifacts are in it, one for each step"
+        return InputError(f"{path} {what}", why=why, try_=f"the same command with {path / inside}")
+    begun = next((n for n in STEPS if (path / f"{n}.json").is_file()), None)
+    kind = "an unfinished artifact" if begun or (path / WEIGHTS).exists() else "no artifact"
+    return InputError(
+        f"{path} is {kind}",
+        why=f"there is no {MANIFEST} in it",
+        try_=f"dcptool {begun} --resume {shlex.quote(str(path))}"
+        if begun
+        else "dcptool prune resnet50 --rate 0.3",
+    )
 
 
 def load_dense(base: Base, seen: Input, path: Path) -> Network:

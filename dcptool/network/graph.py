@@ -82,7 +82,6 @@ class ChannelGraph:
     sites: Mapping[str, Site]
     groups: tuple[Group, ...]
     structure: Structure
-    opaque: tuple[str, ...] = ()
 
     def group(self, name: str) -> Group:
         """The group of that name."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dcptool import files
@@ -18,6 +18,8 @@ from dcptool.network.base import Base, Cut, Input
 
 MOST_INDICES = 1 << 22
 LARGEST_IMAGE = 16384
+# The name of the dense weights that `prune` keeps beside what it makes.
+DENSE_WEIGHTS = "dense.safetensors"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,23 @@ class Manifest:
     lineage: Mapping[str, Any]
     weights_bytes: int
     weights_sha256: str
+
+
+def dense_weights(folder: Path, lineage: Mapping[str, Any]) -> Path | None:
+    """The dense weights behind an artifact: beside it or in a folder next to it, nowhere else."""
+    dense = lineage.get("dense")
+    name = dense.get("checkpoint") if isinstance(dense, dict) else None
+    if not isinstance(name, str) or not is_near(name):
+        return None
+    path = folder / name
+    return path if path.is_file() else None
+
+
+def is_near(name: str) -> bool:
+    """Whether a manifest may say it: in the folder itself, or in one beside it."""
+    path = PurePosixPath(name)
+    above = path.parts[:-1].count("..")
+    return not path.is_absolute() and "\0" not in name and above <= 1 and len(path.parts) <= 3
 
 
 class _Fault(Exception):

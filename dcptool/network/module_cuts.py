@@ -149,4 +149,6 @@ _ROWS: tuple[tuple[type | tuple[type, ...], Callable[[nn.Module, Cut], None]], .
     ((nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED), _cut_conv),
     (nn.Linear, _cut_linear),
     ((nn.GroupNorm, tl.EvoNorm2dS0, tl.EvoNorm2dS1, tl.EvoNorm2dS2), _cut_group_norm),
+    # Some have no tensor of their own, and a width all the same.
+    (nn.modules.batchnorm._NormBase, _cut_channels),
 )

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from dcptool.network.labels import Ties, compact, is_constant, spread
 
@@ -46,6 +47,8 @@ def rule(*targets: Any) -> Callable[[R], R]:
 
 def layer_rule(module: nn.Module) -> Rule | None:
     """The rule of a layer: that of its class, or of the class whose forward it inherits."""
+    if is_parametrized(module):
+        return None  # its weights are computed from others, which nothing here knows how to cut
     for kind in type(module).__mro__:
         if kind in LAYERS:
             same = kind is type(module) or type(module).forward is kind.forward
@@ -63,7 +66,6 @@ class SiteDraft:
     outputs: Tensor
     positions: int = 0
     groups: int = 1
-    nodes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -84,13 +86,6 @@ class Flow:
     def shape(self) -> tuple[int, ...]:
         """True shape of the result of the node at hand."""
         return tuple(self.value.shape)
-
-    def literal(self, position: int, name: str) -> Any:
-        """The argument as written in the graph: a plain value, or an fx.Node when computed."""
-        assert self.node is not None
-        if name in self.node.kwargs:
-            return self.node.kwargs[name]
-        return self.node.args[position] if position < len(self.node.args) else None
 
     def freeze(self, values: Any, reason: str) -> Any:
         """Freeze every label in `values`; the result of the node can never be removed."""
@@ -144,7 +139,6 @@ class Flow:
             if isinstance(outputs, Tensor):
                 self.ties.join(known.outputs, outputs)
         known.positions += positions
-        known.nodes.append(self.node.name)
         return known.outputs
 
     def over_space(self, labels: Tensor) -> Tensor:

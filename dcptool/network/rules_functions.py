@@ -96,7 +96,15 @@ def _common_shape(first: Tensor, second: Tensor) -> tuple[int, ...]:
 
 def _is_parameter(flow: Flow) -> bool:
     assert flow.node is not None
-    return any(isinstance(a, fx.Node) and a.op == "get_attr" for a in flow.node.args)
+    return any(isinstance(a, fx.Node) and _sees_no_image(a) for a in flow.node.args)
+
+
+def _sees_no_image(node: fx.Node) -> bool:
+    """Whether a value is made of parameters alone, reshaped or not."""
+    if node.op == "get_attr":
+        return True
+    made_of = node.all_input_nodes
+    return node.op != "placeholder" and bool(made_of) and all(map(_sees_no_image, made_of))
 
 
 @rule(F.adaptive_avg_pool2d, F.adaptive_max_pool2d, F.avg_pool2d, F.max_pool2d, F.lp_pool2d)

@@ -85,17 +85,16 @@ def cut(module: nn.Module, cuts: Mapping[str, Cut]) -> None:
             raise InputError(f"cannot cut {name}", why="parts of its type are not cut")
 
 
-def bake_readers(module: nn.Module, graph: ChannelGraph, groups: Iterable[Group]) -> dict[str, Cut]:
-    """Bake all standardised readers of `groups`, for code that is about to change their weights.
+def bake_all(module: nn.Module) -> dict[str, Cut]:
+    """Bake all standardised layers, for code that is about to change their weights.
 
     Returns cuts that keep every input; recorded with the network, they bake on loading too.
     """
     cuts: dict[str, Cut] = {}
-    for name in dict.fromkeys(name for group in groups for name in group.consumers):
-        layer = module.get_submodule(name)
+    for name, layer in module.named_modules():
         if is_standardised(layer):
             bake(layer)
-            cuts[name] = Cut(tuple(range(layer.in_channels)), None, graph.sites[name].dim)
+            cuts[name] = Cut(tuple(range(layer.in_channels)), None)
     return cuts
 
 
@@ -130,11 +129,16 @@ def mask(module: nn.Module, graph: ChannelGraph, dead: set[int]) -> None:
             if site.kind == "response_norm" and len(columns):
                 _mask_response(module.get_submodule(site.name), columns)
             if site.is_dense and len(columns):
-                layer = module.get_submodule(site.name)
-                if is_standardised(layer):
-                    bake(layer)
-                dim = 0 if isinstance(layer, TRANSPOSED) else 1
-                layer.weight.index_fill_(dim, torch.from_numpy(columns), 0.0)  # type: ignore[operator]
+                silence(module.get_submodule(site.name), torch.from_numpy(columns))
+
+
+def silence(layer: nn.Module, columns: Tensor) -> None:
+    """Zero the weights with which a dense layer reads some of its inputs."""
+    if is_standardised(layer):
+        bake(layer)
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    weight.data.index_fill_(0 if isinstance(layer, TRANSPOSED) else 1, columns, 0.0)
 
 
 def _mask_response(norm: nn.Module, columns: np.ndarray) -> None:

@@ -27,13 +27,22 @@ def meta_copy(module: nn.Module) -> nn.Module:
     """A copy that has shapes and no data, made without doubling the memory."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        empty = torch.empty_like(tensor, device="meta")
+        # Whatever the numbers are kept in, shapes are those of the images that are sent through.
+        kind = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        empty = torch.empty_like(tensor, device="meta", dtype=kind)
         memo[id(tensor)] = (
             nn.Parameter(empty, requires_grad=tensor.requires_grad)
             if isinstance(tensor, nn.Parameter)
             else empty
         )
-    copied = copy.deepcopy(module, memo)
+    try:
+        copied = copy.deepcopy(module, memo)
+    except RuntimeError as err:
+        raise InputError(
+            f"cannot copy {type(module).__name__}",
+            why=_first_line(err),
+            try_="plain weights: torch.nn.utils.remove_weight_norm(layer), or the like, before",
+        ) from err
     for part in copied.modules():
         if isinstance(part, nn.RNNBase):
             # Without data torch would run it step by step in Python, for seconds.

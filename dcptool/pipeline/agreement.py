@@ -55,11 +55,14 @@ def agree(
     console.note(f"comparing with the dense network on {len(images):,} held-out images")
     found = torch.zeros(3, dtype=torch.float64, device=device)
     dense, slim = dense.to(device), slim.to(device)
-    for batch, _ in loader(images, workers=workers, device=device, dist=dist):
-        wanted, given = predictor(dense)(batch), predictor(slim)(batch)
-        found[0] += (wanted.argmax(1) == given.argmax(1)).sum()
-        found[1] += _divergence(wanted, given).sum()
-        found[2] += len(batch)
+    batches = loader(images, workers=workers, device=device, dist=dist)
+    with console.progress("comparing", len(batches)) as task:
+        for batch, _ in batches:
+            wanted, given = predictor(dense)(batch), predictor(slim)(batch)
+            found[0] += (wanted.argmax(1) == given.argmax(1)).sum()
+            found[1] += _divergence(wanted, given).sum()
+            found[2] += len(batch)
+            task.advance()
     dense.cpu()
     slim.cpu()
     same, divergence, count = dist.sum(found).tolist()
@@ -135,8 +138,10 @@ def settle_norms(
 ) -> bool:
     """Measure batch-norm statistics anew where that brings the slim network nearer to the dense.
 
-    Without a refit it does by far; after one it often does harm.
+    Without a refit it does by far; after one it often does harm. One image has no statistics.
     """
+    if len(samples.images) < 2:
+        return False
     tried = copy.deepcopy(slim).to(samples.device)
     if not reestimate_norms(tried, samples):
         return False

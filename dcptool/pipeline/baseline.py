@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import save as safetensors_bytes
+from torch.nn.modules.batchnorm import _NormBase
 
 from dcptool import __version__, console, files, weights
 from dcptool.errors import DcptoolError, InputError
@@ -91,8 +92,10 @@ def fit_baseline(
     batches = loader(
         data.train, max(1, BATCH // dist.world), train=True, seed=seed, device=device, dist=dist
     )
+    has_norms = any(isinstance(m, _NormBase) for m in network.module.modules())
     run = Run(
         device=device,
+        clip_grad=None if has_norms else 1.0,
         seed=seed,
         title="baseline",
         keep_best=False,

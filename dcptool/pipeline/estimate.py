@@ -21,6 +21,7 @@ from dcptool.network import artifact
 from dcptool.network.base import Network
 from dcptool.network.cost import count
 from dcptool.network.graph import build_graph
+from dcptool.network.manifest import DENSE_WEIGHTS
 from dcptool.pipeline import analysis, baseline
 from dcptool.pipeline.recipe import Recipe
 from dcptool.pipeline.run import EXPORTED, MANIFEST, Step, steps_of
@@ -245,7 +246,7 @@ def _files(step: Step, sides: tuple[Mapping[str, Any], Mapping[str, Any]]) -> tu
     if step.makes == "artifact":
         names = [f"{step.name}/{MANIFEST}", f"{step.name}/model.safetensors"]
         if step.name == "prune":
-            return [*names, f"{step.name}/dense.safetensors"], slim + dense
+            return [*names, f"{step.name}/{DENSE_WEIGHTS}"], slim + dense
         return names, slim
     if step.makes == "file":
         return [EXPORTED], slim

@@ -9,6 +9,7 @@ chooses and the other reports.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
@@ -205,9 +206,17 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         dist=dist,
         device=job.device,
     )
+    is_judged = data.labelled or job.distillation is not None
+    prefer = by_top1 if data.labelled else by_divergence
     if job.reestimate:
-        changed = reestimate_norms(module, dataclasses.replace(batches, train=False))
-        console.detail(f"{changed} batch norms estimated anew")
+        tried = copy.deepcopy(module)
+        reestimate_norms(tried, dataclasses.replace(batches, train=False))
+        was, now = (prefer(validate(one, _never)) if is_judged else 0.0 for one in (module, tried))
+        if now >= was:
+            module.load_state_dict(tried.state_dict())
+        console.note(
+            f"batch norms estimated anew: {'kept' if now >= was else 'no better, not kept'}"
+        )
     schedule = job.training.schedule(len(batches), fresh=job.fresh)
     trackers = open_trackers(job.training.report_to, folder, folder.name) if dist.is_writer else ()
     run = Run(
@@ -220,9 +229,9 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         channels_last=job.training.channels_last,
         norms=job.training.norms,
         vary=job.training.vary(data.train.augment, classes),
-        validate=validate if data.labelled or job.distillation is not None else None,
+        validate=validate if is_judged else None,
         validate_first=True,
-        prefer=by_top1 if data.labelled else by_divergence,
+        prefer=prefer,
         checkpoints=Checkpoints(folder / CHECKPOINTS, fingerprint, job.training.save_every),
         metrics=Metrics(folder, trackers),
         log_every=job.training.log_interval,
@@ -239,6 +248,10 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
     dist.barrier()
     agreed = (agreed_before, agreed_after) if agreed_before and agreed_after else None
     return Finetuned(folder, before, after, fitted, time.monotonic() - started, gates, agreed)
+
+
+def _never() -> bool:
+    return False
 
 
 def _fit(
@@ -262,10 +275,7 @@ def _fit(
         if training.sparsity:
             loss = with_sparsity(loss, training.sparsity)
         if not training.extra_losses:
-            if training.lr is None and not job.fresh:
-                schedule = measured(module, batches, loss, schedule, run, dist)
-                console.note(f"learning rate {schedule.lr:.2g}, as this network bears it")
-            return fit(module, batches, [loss], schedule, run, dist)
+            return _train(module, batches, loss, job, schedule, run, dist)
         structure = build_graph(module, data.input.size).structure
         module.cpu()
         classes = network.base.num_classes
@@ -274,8 +284,24 @@ def _fit(
             for number, pivot in enumerate(structure.pivots(training.extra_losses))
         }
         both = stack.enter_context(WithHeads(module, heads).attached())
-        summed = with_head_losses(loss, training.head_loss)
-        return fit(both.to(job.device), batches, [summed], schedule, run, dist)
+        loss = with_head_losses(loss, training.head_loss)
+        return _train(both.to(job.device), batches, loss, job, schedule, run, dist)
+
+
+def _train(
+    module: nn.Module,
+    batches: Batches,
+    loss: Loss,
+    job: Job,
+    schedule: Schedule,
+    run: Run,
+    dist: Dist,
+) -> Fitted:
+    """Fit with the learning rate that was asked for, or that trained weights are found to bear."""
+    if job.training.lr is None and not job.fresh:
+        schedule = measured(module, batches, loss, schedule, run, dist)
+        console.note(f"learning rate {schedule.lr:.2g}, as this network bears it")
+    return fit(module, batches, [loss], schedule, run, dist)
 
 
 def _accuracy(

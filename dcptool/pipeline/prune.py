@@ -19,6 +19,7 @@ from dcptool.errors import GateFailed, InputError, Interrupted, UsageError
 from dcptool.network import artifact, cost, models
 from dcptool.network.base import Network
 from dcptool.network.graph import ChannelGraph, build_graph
+from dcptool.network.manifest import DENSE_WEIGHTS
 from dcptool.pipeline import calibration, prune_document, prune_record, widths
 from dcptool.pipeline.agreement import agree, halves, settle, settle_norms
 from dcptool.pipeline.job import Job
@@ -43,8 +44,6 @@ from dcptool.training.data import Data
 from dcptool.training.dist import SINGLE, Dist
 from dcptool.training.evaluate import Accuracy, evaluate, predictor
 from dcptool.training.loader import ImageSet, loader
-
-DENSE_WEIGHTS = "dense.safetensors"
 
 
 def check(
@@ -99,13 +98,13 @@ def check(
         raise InputError(
             f"the plan does not fit {network.base}",
             why="\n".join(faults[:10]),
-            try_=f"dcptool analyze {network.base} --emit-plan plan.json",
+            try_=f"dcptool analyze {network.base} --emit-plan fresh-plan.json",
         )
     if not settings.groups(graph):
         raise InputError(
             "the plan names no group to cut",
             why="--keep leaves all of them whole" if settings.plan else "it is empty",
-            try_=f"dcptool analyze {network.base} --emit-plan plan.json",
+            try_=f"dcptool analyze {network.base} --emit-plan fresh-plan.json",
         )
 
 
@@ -210,6 +209,7 @@ def _prune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) -> 
         "artifact": str(folder),
         "model": str(network.base),
         "data": data.source,
+        "split": data.report.name,
         "method": settings.method,
         "solver": settings.solver,
         "samples": len(chosen),

@@ -19,7 +19,7 @@ from dcptool.network import artifact
 from dcptool.pipeline import rundir, runstate
 from dcptool.pipeline.recipe import Recipe, plain
 from dcptool.pipeline.runstate import State
-from dcptool.report.record import CHANGING
+from dcptool.report.record import CHANGING, evaluated
 
 Invoke = Callable[[str, list[str]], dict[str, Any]]
 
@@ -239,20 +239,14 @@ def _belongs(path: Path) -> bool:
 def top1_of(documents: Mapping[str, Mapping[str, Any]]) -> tuple[float | None, float | None]:
     """Top-1 of the dense network and of what came out in the end, in percent."""
     pruned, tuned = documents.get("prune", {}), documents.get("finetune", {})
-    evaluated = {} if is_of_train(documents) else documents.get("evaluate", {})
     # Without a prune, what a fine-tune began with is the dense network.
     first = (pruned.get("dense"), pruned.get("before")) if pruned else (tuned.get("before"),)
     dense = next((s["top1"] for s in first if s and s.get("top1") is not None), None)
-    last = evaluated.get("top1")
+    last = evaluated(documents).get("top1")
     for side in (tuned.get("after"), pruned.get("slim")):
         if last is None:
             last = (side or {}).get("top1")
     return dense, last
-
-
-def is_of_train(documents: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether the step evaluate measured training images, which say nothing of the rest."""
-    return bool(documents.get("evaluate", {}).get("split") == "train")
 
 
 def summary(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from dcptool import files
-from dcptool.errors import EnvironmentFault, InputError, UsageError
+from dcptool.errors import EnvironmentFault, InputError
 
 LATEST = "latest"
 
@@ -50,9 +50,11 @@ def make_runs(option: Path | None) -> Path:
 
 
 def new_run(option: Path | None, stem: str) -> Path:
-    """Create an empty run folder `stem-001`, counting up; safe beside other processes."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}", stem):
-        raise UsageError(f"a run cannot be called {stem!r}", try_="letters, digits, . _ and - only")
+    """Create an empty run folder `stem-001`, counting up; safe beside other processes.
+
+    Of a stem, letters, digits, `.`, `_` and `-` are taken.
+    """
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)[:120].lstrip("._-") or "run"
     folder = make_runs(option)
     taken = [entry.name for entry in folder.iterdir() if entry.name.startswith(f"{stem}-")]
     numbers = [int(name[len(stem) + 1 :]) for name in taken if name[len(stem) + 1 :].isdigit()]

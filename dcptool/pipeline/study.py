@@ -22,6 +22,7 @@ from dcptool.pipeline import recipe as recipes
 from dcptool.pipeline import run
 from dcptool.pipeline.recipe import Recipe, plain
 from dcptool.pipeline.run import Invoke
+from dcptool.report.record import evaluated
 
 MOST_POINTS = 1000
 
@@ -71,11 +72,12 @@ class Measured:
 
     def plain(self) -> dict[str, Any]:
         """The point as JSON, without the documents of its steps."""
+        figures = {"test_error" if k == "error" else k: v for k, v in self.figures.items()}
         return {
             "name": self.point.name,
             "changes": {key: plain(value) for key, value in self.point.changes.items()},
             "run": str(self.run),
-            **self.figures,
+            **figures,
             "gates": list(self.document.get("gates", [])),
             "error": None if self.failure is None else self.failure.document(),
         }
@@ -273,9 +275,11 @@ def figures(document: Mapping[str, Any]) -> dict[str, float | None]:
     dense, slim = pruned.get("dense") or {}, pruned.get("slim") or {}
     dense_top1, top1 = run.top1_of(steps)
     dense_top5 = dense.get("top5")
-    evaluated = {} if run.is_of_train(steps) else steps.get("evaluate", {})
-    top5 = _first(evaluated.get("top5"), (tuned.get("after") or {}).get("top5"), slim.get("top5"))
-    train = steps.get("evaluate", {}).get("top1") if run.is_of_train(steps) else None
+    measured = steps.get("evaluate", {})
+    top5 = _first(
+        evaluated(steps).get("top5"), (tuned.get("after") or {}).get("top5"), slim.get("top5")
+    )
+    train = measured.get("top1") if measured.get("split") == "train" else None
     bench = _bench(steps.get("bench", {}))
     return {
         "params": slim.get("params"),
@@ -296,7 +300,7 @@ def figures(document: Mapping[str, Any]) -> dict[str, float | None]:
         "train_error": _minus(100.0, train),
         "top5_error": _minus(100.0, top5),
         "top5_gap": _minus(dense_top5, top5),
-        "verification": evaluated.get("verification"),
+        "verification": measured.get("verification"),
         **bench,
         "seconds": document.get("seconds"),
     }

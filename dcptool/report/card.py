@@ -41,15 +41,18 @@ def text_of(record: Record) -> str:
         for r in told["rows"]
     ]
     size = " x ".join(map(str, manifest.input.size))
+    is_cut = bool(manifest.cuts)
+    done = "with channels removed" if is_cut else "trained"
+    names = "dense | slim" if is_cut else "before | after"
     lines = [
         *_metadata(record),
         MARK,
         "",
         f"# {_plain(record.name)}",
         "",
-        f"{_plain(str(manifest.base))} with channels removed by dcptool {__version__}.",
+        f"{_plain(str(manifest.base))} {done} by dcptool {__version__}.",
         "",
-        "| | dense | slim | |",
+        f"| | {names} | |",
         "|---|--:|--:|--:|",
         *rows,
         "",
@@ -84,7 +87,8 @@ def text_of(record: Record) -> str:
 
 def _metadata(record: Record) -> list[str]:
     manifest = record.manifest
-    tags = ["image-classification", "channel-pruning", "dcptool", manifest.base.source]
+    done = ["channel-pruning"] if manifest.cuts else []
+    tags = ["image-classification", *done, "dcptool", manifest.base.source]
     lines = [
         "---",
         "library_name: dcptool",

@@ -35,7 +35,8 @@ def lines(record: Record) -> list[str]:
     used = facts(pruned)
     how = [*asked(record), *(f"{k} {used[k]}" for k in ("method", "solver") if k in used)]
     if how:
-        trained = "with" if pruned.get("training") else "without"
+        # Runs that do not tell how many updates there were have made some.
+        trained = "with" if pruned.get("training") and pruned.get("stage_steps", 1) else "without"
         found.append(f"pruned by {', '.join(how)}, {trained} training in stages")
     tuned = record.lineage("finetune")
     if tuned:

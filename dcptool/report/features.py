@@ -20,7 +20,7 @@ from dcptool import files
 from dcptool.errors import InputError, UsageError
 from dcptool.network import artifact, models
 from dcptool.network.base import Input, Network
-from dcptool.network.manifest import Manifest
+from dcptool.network.manifest import DENSE_WEIGHTS, Manifest
 from dcptool.report.record import FEATURES_FILE, Record
 from dcptool.training import data as images
 from dcptool.training.loader import Augment, loader
@@ -102,20 +102,14 @@ def _width(manifest: Manifest, layer: str) -> int:
 
 def _dense(record: Record) -> Network:
     manifest = record.manifest
-    path = next(
-        (p.folder / "dense.safetensors" for p in record.parts if _has_dense(p.folder)), None
-    )
+    path = record.dense_weights()
     if path is None:
         raise InputError(
             f"the dense weights of {record.name} are not there",
             why="removed channels are seen in the dense network, whose weights prune keeps",
-            try_="dcptool prune, whose run holds dense.safetensors",
+            try_=f"dcptool prune, whose run holds {DENSE_WEIGHTS}",
         )
     return artifact.load_dense(manifest.base, manifest.input, path)
-
-
-def _has_dense(folder: Path) -> bool:
-    return (folder / "dense.safetensors").is_file()
 
 
 def _images(
@@ -131,7 +125,7 @@ def _images(
             if key in recorded:
                 recorded[key] = Path(str(recorded[key])).expanduser()
         options |= recorded
-    spec = images.spec_of(options, img_size=network.input.size[1], offline=True)
+    spec = images.at_own_size(images.spec_of(options, offline=True))
     found = images.open_data(spec, network, need_train=False)
     chosen = found.report if found.labelled else found.train
     # Spread over the set, which may be sorted by class.

@@ -32,7 +32,9 @@ def pairs(bench: Mapping[str, Any]) -> list[Context]:
         if before is None or after is None or not number(entry.get("ratio")):
             continue
         figures = {key: number(entry.get(key)) for key in FIGURES}
-        found.append({"before": before, "after": after, "condition": condition(entry), **figures})
+        model = entry.get("model")
+        where = condition(entry) if model == "slim" else f"{condition(entry)}, {model}"
+        found.append({"before": before, "after": after, "condition": where, **figures})
     return found
 
 

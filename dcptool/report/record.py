@@ -18,7 +18,7 @@ from typing import Any
 from dcptool import console, files
 from dcptool.errors import DcptoolError, InputError
 from dcptool.network import artifact
-from dcptool.network.manifest import Manifest
+from dcptool.network.manifest import Manifest, dense_weights
 
 RUN_FILE = "run.json"
 RESULT_FILE, BENCH_FILE, CLASSES_FILE = "result.json", "bench.json", "classes.json"
@@ -66,6 +66,22 @@ class Record:
         """An entry of the lineage, which younger artifacts inherit."""
         value = self.manifest.lineage.get(key)
         return value if isinstance(value, dict) else {}
+
+    def dense_weights(self) -> Path | None:
+        """The weights of the dense network, where they are kept."""
+        found = (dense_weights(part.folder, part.manifest.lineage) for part in self.parts)
+        return next((path for path in found if path is not None), None)
+
+
+def evaluated(documents: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What `evaluate` found, where it is of the images that the steps before it report on.
+
+    Accuracies of different images say nothing beside each other, least of all those of train.
+    """
+    found = documents.get("evaluate", {})
+    splits = (documents.get(name, {}).get("split") for name in ("finetune", "prune"))
+    wanted, split = next((one for one in splits if one), None), found.get("split")
+    return found if split == wanted or (wanted is None and split != "train") else {}
 
 
 def collect(folder: Path) -> Record:

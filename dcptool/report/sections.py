@@ -12,7 +12,7 @@ from typing import Any
 from dcptool import console
 from dcptool.report import charts, conditions, latency
 from dcptool.report.architecture import Architecture
-from dcptool.report.record import Record, as_object, number, numbers
+from dcptool.report.record import Record, as_object, evaluated, number, numbers
 
 Context = dict[str, Any]
 
@@ -35,9 +35,13 @@ def answer(record: Record, architecture: Architecture | None) -> Context:
         before, after = cost["dense"].get(key), cost["slim"].get(key)
         if after:
             ratio = f"{before / after:.2f}x fewer" if before else ""
+            if not record.manifest.cuts:  # trained alone, it costs what it did
+                before, ratio = after, ""
             rows.append(_row(name, f"{before:,}" if before else "", f"{after:,}", ratio))
     before, after = sizes(record)
     ratio = f"{before / after:.2f}x smaller" if before and after else ""
+    if not record.manifest.cuts:
+        before, ratio = after, ""
     rows.append(_row("weights", _bytes(before), _bytes(after), ratio))
     rows += [
         _row(
@@ -71,7 +75,9 @@ def accuracies(record: Record) -> tuple[float | None, float | None]:
     for part in record.parts:
         if dense is None:
             dense = number(part.manifest.metrics.get("dense_top1"))
-    slim = number(record.documents.get("evaluate", {}).get("top1"))
+    if dense is None and not record.manifest.cuts:
+        dense = number(record.manifest.metrics.get("top1_before"))
+    slim = number(evaluated(record.documents).get("top1"))
     return dense, slim if slim is not None else number(record.manifest.metrics.get("top1"))
 
 
@@ -91,9 +97,8 @@ def costs(record: Record, architecture: Architecture | None) -> dict[str, dict[s
 
 def sizes(record: Record) -> tuple[int | None, int]:
     """Bytes of the dense weights, where they lie in the run, and of the slim ones."""
-    files = [part.folder / "dense.safetensors" for part in record.parts]
-    dense = next((path.stat().st_size for path in files if path.is_file()), None)
-    return dense, record.manifest.weights_bytes
+    dense = record.dense_weights()
+    return dense.stat().st_size if dense else None, record.manifest.weights_bytes
 
 
 def layers(architecture: Architecture) -> Context:
@@ -186,8 +191,11 @@ def training(record: Record) -> Context | None:
         pairs = [(number(row.get("step")), number(row.get(key))) for row in record.metrics]
         return charts.Curve(name, [(x, y) for x, y in pairs if x is not None and y is not None])
 
-    loss = [line("loss", "train loss"), line("val_loss", "validation loss")]
-    accuracy = [line("train_top1", "train top-1"), line("val_top1", "validation top-1")]
+    # Where val could not choose, images of train did, and are what the curve is of.
+    by_train = record.lineage("finetune").get("chosen_by") == "train"
+    chosen = "some train images," if by_train else "validation"
+    loss = [line("loss", "train loss"), line("val_loss", f"{chosen} loss")]
+    accuracy = [line("train_top1", "train top-1"), line("val_top1", f"{chosen} top-1")]
     rate = [line("lr", "learning rate")]
     charts_made = [
         charts.curves(
@@ -200,7 +208,7 @@ def training(record: Record) -> Context | None:
         )
     ]
     shown = [chart for chart in charts_made if chart]
-    return {"charts": shown, "facts": dict(record.lineage("finetune"))} if shown else None
+    return {"charts": shown} if shown else None
 
 
 def classes(record: Record) -> Context | None:

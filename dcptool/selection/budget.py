@@ -7,7 +7,7 @@ method's business.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fractions import Fraction
 
 from dcptool.errors import UsageError
@@ -37,8 +37,3 @@ def kept_count(units: int, rate: Fraction) -> int:
 def first_units(groups: Iterable[Group], rate: Fraction) -> dict[str, range]:
     """A plan that keeps the first units of each group: what a rate costs, before any choice."""
     return {group.name: range(kept_count(len(group.units), rate)) for group in groups}
-
-
-def kept_sizes(kept: Mapping[str, Iterable[int]]) -> dict[str, int]:
-    """Number of kept units of each group."""
-    return {name: len(list(indices)) for name, indices in kept.items()}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from dcptool import console
 from dcptool.network.base import Network
 from dcptool.network.graph import Group
+from dcptool.network.surgery import bake_all
 from dcptool.selection.gram import backward_order, relative
 from dcptool.selection.samples import share
 from dcptool.selection.sensitivity import Seen, Sensitivity
@@ -38,6 +40,8 @@ def measure(
 ) -> dict[str, Curve]:
     """The curve of every group that is to be cut."""
     dense = copy.deepcopy(network.module).eval().to(device)
+    bake_all(dense)
+    settings = replace(settings, solver="gram")  # whatever solves afterwards, curves are solved for
     room = Room(int(settings.cache_gb * 2**30), device=device)
     samples = share(images, dist, device)
     stage = Stage(network, dense, dense, {}, settings, room, samples, None, ())

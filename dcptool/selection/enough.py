@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from dcptool import console
 from dcptool.network.base import Network
 from dcptool.network.graph import Group, build_graph
+from dcptool.network.surgery import bake_all
 from dcptool.selection.gram import Moments, backward_order, error, refit
 from dcptool.selection.limits import columns_of
 from dcptool.selection.probe import ENOUGH_ROWS
@@ -94,6 +96,8 @@ def _look(
 ) -> dict[str, Moments]:
     """Sums of moments of the chosen readers over one block of images."""
     dense = copy.deepcopy(network.module).eval().to(device)
+    bake_all(dense)
+    settings = replace(settings, solver="gram")  # the moments are those of the closed form
     room = Room(int(settings.cache_gb * 2**30), device=device)
     stage = Stage(network, dense, dense, {}, settings, room, share(block, device=device), None, ())
     found: dict[str, Moments] = {}

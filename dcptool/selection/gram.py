@@ -326,8 +326,9 @@ def _factor(matrix: Tensor) -> Tensor:
 
 
 def _ridge(moments: Moments, ridge: float) -> Tensor:
-    """A share of the mean diagonal for each column; the constant is not penalised."""
-    strength = ridge * float(moments.s.diagonal()[:-1].mean())
+    """A share of the mean diagonal for each column, or 1 where all are 0; none for the constant."""
+    mean = float(moments.s.diagonal()[:-1].mean())
+    strength = ridge * mean if mean > 0 else 1.0
     penalty = torch.full((len(moments.unit),), strength, dtype=torch.float64)
     penalty[-1] = 0.0
     return penalty

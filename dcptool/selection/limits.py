@@ -29,16 +29,24 @@ def is_looped(settings: Selection) -> bool:
 
 
 def too_wide(settings: Selection, groups: Sequence[Group], module: nn.Module) -> InputError | None:
-    """What is to be said of groups whose readers are all too wide for the closed form."""
-    if not METHODS[settings.method].needs_data or is_looped(settings):
+    """What is to be said of groups whose readers are all too wide for the closed form.
+
+    Where widths come from curves, these are in closed form, whatever chooses the channels.
+    """
+    by_curves = settings.budget is not None or settings.widths == "curves"
+    if not by_curves and (not METHODS[settings.method].needs_data or is_looped(settings)):
         return None
+    wide: dict[str, str] = {}
     for group in groups:
         columns = {name: columns_of(module.get_submodule(name)) for name in group.consumers}
         if settings.kept(group) != len(group.units) and min(columns.values()) > MOST_COLUMNS:
             name = min(columns, key=columns.__getitem__)
-            return InputError(
-                f"cannot choose channels of {group.name} in closed form",
-                why=f"{name} reads {columns[name]} columns, {MOST_COLUMNS} is the most",
-                try_=f"--keep {group.name}, --solver sgd, or --method l1",
-            )
-    return None
+            wide[group.name] = f"{name} reads {columns[name]} columns"
+    if not wide:
+        return None
+    keep = " ".join(f"--keep {name}" for name in wide)
+    return InputError(
+        f"cannot choose channels of {', '.join(wide)} in closed form",
+        why=f"{', '.join(wide.values())}; {MOST_COLUMNS} is the most",
+        try_=keep if by_curves else f"{keep}, --solver sgd, or --method l1",
+    )

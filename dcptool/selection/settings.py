@@ -69,7 +69,6 @@ class Selection:
     losses: int | None = None
     ridge: float = 1e-4
     cache_gb: float = 1.0
-    batch_size: int = 64
     seed: int = 0
     reuse: Mapping[str, Recorded] = field(default_factory=dict)
 

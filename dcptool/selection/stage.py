@@ -19,6 +19,7 @@ from dcptool import console
 from dcptool.errors import GateFailed, InputError
 from dcptool.network.base import Cut, Network
 from dcptool.network.graph import Group, build_graph
+from dcptool.network.surgery import silence
 from dcptool.selection.chain import Chain, build_chain
 from dcptool.selection.choice import Choice, Edge, Report, unsolvable, whole
 from dcptool.selection.gathering import of_sample
@@ -104,10 +105,12 @@ class Stage:
         report: Report | None,
         edge: Edge,
         skip: int = 0,
+        passed: Callable[[str], None] = lambda _: None,
     ) -> set[int]:
         """Walk the segments `first` to `last`, without the first `skip` layers.
 
-        Returns the units that go; what is decided is added to `choices`.
+        Returns the units that go; what is decided is added to `choices`, and `passed` hears of
+        each layer that is done with.
         """
         last = min(last, len(self.chain.segments))
         known = {choice.group for choice in choices}
@@ -140,6 +143,7 @@ class Stage:
                     is_there = True
                 for number, name in enumerate(layers):
                     if place == first and number < skip:
+                        passed(name)
                         continue
                     groups = [g for g in decided_at.get(name, []) if g.name not in known]
                     if not groups:
@@ -155,6 +159,7 @@ class Stage:
                         touched = bool((~self._kept_columns(name)).any())
                         weakest = self.settings.ridge if touched else READER_RIDGE
                         self._refit(name, None, weakest)
+                    passed(name)
                 if is_there and place + 1 < len(self.chain.segments):
                     self.probe.advance()
         return self.removed
@@ -438,8 +443,8 @@ class Stage:
 
     def _mask(self, name: str) -> None:
         """Zero the columns of removed units, and leave the rest as it is."""
-        layer: Any = self.current.get_submodule(name)
         inputs = torch.from_numpy(self.graph.sites[name].inputs)
         gone = torch.isin(inputs, torch.tensor(sorted(self.removed), dtype=torch.long))
-        layer.weight.data[:, gone] = 0.0
+        layer = self.current.get_submodule(name)
+        silence(layer, gone.nonzero().flatten().to(next(layer.parameters()).device))
         self.probe.changed(name)

@@ -17,7 +17,7 @@ from dcptool.errors import InputError
 from dcptool.network.base import Cut, Network
 from dcptool.network.cost import plan_cost
 from dcptool.network.graph import ChannelGraph, build_graph
-from dcptool.network.surgery import Proof, compose, cut, plan_cuts, prove
+from dcptool.network.surgery import Proof, bake_all, compose, cut, plan_cuts, prove
 from dcptool.selection.chain import build_chain
 from dcptool.selection.choice import Choice, Report
 from dcptool.selection.greedy import LossAt
@@ -90,11 +90,12 @@ def select(
         raise nothing_to_prune(network, graph, settings)
     dense = copy.deepcopy(network.module).eval().to(device)
     current = copy.deepcopy(dense)
+    # Weights that are solved for must be those that are used.
+    cuts = {} if settings.removes_nothing else bake_all(current)
     outcome = Outcome(network)
     stages = plan_stages(network, graph, settings) if fit_stage is not None else [(None, 10**9)]
     room = Room(int(settings.cache_gb * 2**30), device=device)
     samples = share(images, dist, device)
-    cuts: dict[str, Cut] = {}
     begun, first = 0, 0
     before: Stage | None = None
     if start is not None:
@@ -108,7 +109,10 @@ def select(
 
             def tell(choice: Choice) -> None:
                 said = f"{choice.group}: {len(choice.kept)} of {choice.units} channels"
-                task.advance(work.get(choice.group, 0.0), said)
+                task.advance(work.pop(choice.group, 0.0), said)
+
+            def passed(layer: str) -> None:
+                task.advance(work.pop(_layer(layer), 0.0))
 
             for choice in outcome.choices:
                 tell(choice)
@@ -123,6 +127,9 @@ def select(
                 if before is not None:
                     stage.probe.inherit(before.probe)
                 before = stage
+                for segment in stage.chain.segments[:first]:
+                    for layer in segment.layers:
+                        passed(layer)
                 skip = 0
                 if start is not None and goes_on:
                     stage.removed, skip = set(start.removed), start.layer
@@ -137,7 +144,9 @@ def select(
                         now = (number, place, layer, known, removed, choices, weights)
                         edge(Progress(*now, stage.problems.slopes))
 
-                removed = stage.run(first, last, outcome.choices, tell, report, at_edge, skip)
+                removed = stage.run(
+                    first, last, outcome.choices, tell, report, at_edge, skip, passed
+                )
                 first = min(last, len(stage.chain.segments))
                 fresh = plan_cuts(stage.graph, removed)
                 proof = prove(current.cpu(), stage.graph, removed, network.input.size)
@@ -160,12 +169,19 @@ def select(
 
 
 def _work(network: Network, graph: ChannelGraph, settings: Selection) -> dict[str, float]:
-    """About how long each group takes: the MACs of the layers that make and read it."""
+    """About how long each group and each layer takes: the MACs that are looked at for it."""
     macs = {name: macs for name, (_, macs) in plan_cost(graph, network.module).by_site.items()}
-    return {
+    groups = {
         group.name: float(sum(macs.get(name, 0) for name in (*group.producers, *group.consumers)))
         for group in settings.groups(graph)
     }
+    solved = (site.name for site in graph.sites.values() if site.is_dense)
+    return groups | {_layer(name): float(macs.get(name, 0)) for name in solved}
+
+
+def _layer(name: str) -> str:
+    """The key of a layer beside groups, which are named after layers."""
+    return f"layer {name}"
 
 
 def solve_again(

@@ -43,6 +43,7 @@ class DataSpec:
     val_fraction: float = 0.1
     dataset_download: bool = False
     img_size: int | None = None
+    own_size: bool = False
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     interpolation: str | None = None
@@ -85,9 +86,9 @@ def _no_folder(folder: Path, why: str) -> InputError:
     )
 
 
-def with_size(spec: DataSpec, size: int) -> DataSpec:
-    """The same data at a given input size, unless the user gave one."""
-    return dataclasses.replace(spec, img_size=spec.img_size or size)
+def at_own_size(spec: DataSpec) -> DataSpec:
+    """The same data, the built-in images too, at the size that the network has."""
+    return dataclasses.replace(spec, own_size=True)
 
 
 @dataclass(frozen=True)
@@ -352,7 +353,8 @@ def _open_unlabelled(spec: DataSpec, folder: Path, seen: Input) -> Data:
 
 def _open_digits(spec: DataSpec, network: Network) -> Data:
     """The built-in set: 1,197 to learn from, 200 to choose by, 400 to report on."""
-    if spec.img_size is None and max(network.input.size[1:]) > SMALL:
+    is_free = spec.img_size is None and not spec.own_size
+    if is_free and max(network.input.size[1:]) > SMALL:
         spec = dataclasses.replace(spec, img_size=small_size(network))
     seen = effective_input(spec, network)
     console.note(

@@ -111,12 +111,11 @@ def is_launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
-def start(device: str = "cpu", timeout_s: float | None = None) -> Dist:
+def start(device: str = "cpu") -> Dist:
     """Join the process group that the environment describes; one process needs none."""
     if not is_launched():
         return SINGLE
-    if timeout_s is None:
-        timeout_s = float(os.environ.get("DCPTOOL_DIST_TIMEOUT", TIMEOUT_S))
+    timeout_s = float(os.environ.get("DCPTOOL_DIST_TIMEOUT", TIMEOUT_S))
     if torch.distributed.is_initialized():
         backend = str(torch.distributed.get_backend())
     else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import stat
 import struct
 import warnings
 from collections.abc import Sequence
@@ -239,11 +238,3 @@ def convert(image: Image.Image, mode: str = "RGB") -> Image.Image:
         # Straight to RGB, Pillow warns about palettes with transparency given as bytes.
         image = image.convert("RGBA")
     return image.convert(mode) if image.mode != mode else image.copy()
-
-
-def is_regular(path: Path) -> bool:
-    """Whether a path leads to a regular file, links followed."""
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except OSError:
-        return False

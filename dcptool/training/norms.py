@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from dcptool import console
 from dcptool.errors import UsageError
 from dcptool.training.loader import Batches
 
@@ -59,9 +60,14 @@ def reestimate_norms(model: nn.Module, batches: Batches) -> int:
         norm.momentum = None  # a plain average over all batches
         norm.train()
     try:
-        with torch.no_grad(), one_value_explained():
+        with (
+            torch.no_grad(),
+            one_value_explained(),
+            console.progress("batch norms", len(batches)) as task,
+        ):
             for images in _without_single(batches):
                 model(images)
+                task.advance()
     finally:
         for norm in norms:
             norm.momentum = momenta[norm]

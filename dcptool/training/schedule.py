@@ -14,7 +14,7 @@ KINDS = ("cosine", "step", "constant", "exponential")
 class Schedule:
     """`steps` updates (of every loss), starting from a linear warm-up to `lr`.
 
-    cosine falls to `floor * lr`; step multiplies by `decay` at each of `milestones` (shares of
+    cosine falls to 0; step multiplies by `decay` at each of `milestones` (shares of
     the whole); exponential multiplies by `decay` after every step, as in the paper's stages.
     """
 
@@ -24,7 +24,6 @@ class Schedule:
     warmup_steps: int = 0
     milestones: tuple[float, ...] = (0.4, 0.6)
     decay: float = 0.1
-    floor: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -45,4 +44,4 @@ class Schedule:
             return float(self.lr * self.decay**passed)
         share = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
         fall = 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
-        return self.lr * (self.floor + (1 - self.floor) * fall)
+        return self.lr * fall

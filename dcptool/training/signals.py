@@ -21,6 +21,10 @@ WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_REQUEST_S = 5.0
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal where no state is under way; no `except Exception` in foreign code may take it."""
+
+
 class Flag:
     """Which signal came, 0 for none."""
 
@@ -63,7 +67,7 @@ def ending(try_: str = "") -> Iterator[None]:
     """Outside the loop, where there is nothing to save: a signal ends the command in order."""
 
     def end(number: int, _frame: FrameType | None) -> None:
-        raise Interrupted(number, try_=try_)
+        raise Stopped(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -72,6 +76,8 @@ def ending(try_: str = "") -> Iterator[None]:
     before: dict[int, Any] = {number: signal.signal(number, end) for number in watched}
     try:
         yield
+    except Stopped as err:
+        raise Interrupted(err.args[0], try_=try_) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

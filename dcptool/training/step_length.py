@@ -1,8 +1,8 @@
 """How long a step a trained network bears: measured, as networks differ by orders of magnitude.
 
-A step along the gradient of some batches is judged on the same batches: it is their curvature that
-is asked for, and that no step of a training may be longer than it allows. Momentum makes more of
-each step, so half of the best one is the rate.
+A step along the gradient of some batches, or what the optimizer makes of it, is judged on the same
+batches: it is their curvature that is asked for, and that no step of a training may be longer than
+it allows. Momentum makes more of each step, so half of the best one is the rate.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ SHARE = 0.5
 # Half a decade from one length to the next, six decades down.
 LENGTHS = 13
 RATIO = 10**-0.5
+# Optimizers whose first step is along the gradient, and a rate to see that of others.
+PLAIN = ("sgd", "nesterov", "momentum", "sgdp")
+PROBE = 1e-3
 
 
 def measured(
@@ -59,7 +62,7 @@ def best_length(
     model.train(run.norms == "train")
     with kept_random_state(), one_value_explained():
         taken = list(itertools.islice(batches.epoch(0, 0), count))
-        direction = _gradient(model, parameters, taken, loss, run)
+        direction = _way(model, parameters, _gradient(model, parameters, taken, loss, run), run)
         start = [p.detach().clone() for p in parameters]
         best, lowest = longest, math.inf
         length = longest
@@ -76,6 +79,28 @@ def best_length(
             length *= RATIO
     model.load_state_dict(before)
     return best
+
+
+def _way(
+    model: nn.Module, parameters: Sequence[Tensor], gradient: list[Tensor], run: Run
+) -> list[Tensor]:
+    """Where the optimizer goes first, as long as it is at a learning rate of 1.
+
+    For SGD that is the gradient; what scales each weight's step by itself goes elsewhere.
+    """
+    if run.optimizer.name.lower() in PLAIN:
+        return gradient
+    optimizer = run.optimizer.make(model, PROBE)
+    start = [p.detach().clone() for p in parameters]
+    for parameter, slope in zip(parameters, gradient, strict=True):
+        parameter.grad = slope
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        way = [(old - p) / PROBE for old, p in zip(start, parameters, strict=True)]
+        for parameter, old in zip(parameters, start, strict=True):
+            parameter.copy_(old)
+    return way
 
 
 def _gradient(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -325,3 +326,16 @@ def test_a_module_of_ones_own_is_analysed_cut_saved_and_loaded(tmp_path: Path) -
     assert torch.equal(scores(again.module, spec.size), scores(module, spec.size))
     with pytest.raises(InputError):
         artifact.load(tmp_path / "own", factory=lambda: Own(width=4))
+
+
+def test_a_folder_that_holds_artifacts_names_them(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / "prune").mkdir(parents=True)
+    shutil.copy(folder / "manifest.json", tmp_path / "run" / "prune")
+    with pytest.raises(InputError, match="is the run of a recipe") as caught:
+        artifact.read(tmp_path / "run")
+    assert caught.value.try_.endswith(str(tmp_path / "run" / "prune"))
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "prune.json").write_text("{}")
+    with pytest.raises(InputError, match="is an unfinished artifact") as caught:
+        artifact.read(tmp_path / "begun")
+    assert caught.value.try_ == f"dcptool prune --resume {tmp_path / 'begun'}"

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from dcptool.deploy import bench, bench_table, profile, session, timing
+from dcptool.deploy import bench, bench_table, machine, profile, session, timing
 from dcptool.errors import EnvironmentFault, InputError, UsageError
 
 GENERATOR = np.random.default_rng(0)
@@ -257,3 +257,35 @@ def test_bench_of_a_file_imports_no_torch(tmp_path: Path) -> None:
     assert document["command"] == "bench"
     assert document["speedup"] == []
     assert json.loads(child.stderr.splitlines()[-1]) == [0, False, False]
+
+
+def test_batches_that_a_file_cannot_take_are_refused_first(tmp_path: Path) -> None:
+    path = save(tmp_path, "one", 1)
+    model = onnx.load(path)
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+    onnx.save(model, path)
+    with pytest.raises(UsageError, match="one takes batches of 1 only, not 8"):
+        bench.bench([bench.Entry("one", path)], bench.Settings())
+
+
+def test_coarser_numbers_are_no_fewer_macs(tmp_path: Path) -> None:
+    """A speed-up that INT8 has a share in is not held against the MACs."""
+    path, coarse = save(tmp_path, "plain", 2), save(tmp_path, "coarse", 2)
+    model = onnx.load(coarse)
+    model.metadata_props.add(key="precision", value="int8")
+    onnx.save(model, coarse)
+    entries = [bench.Entry("dense", path), bench.Entry("slim int8", coarse)]
+    settings = bench.Settings(batch_sizes=(1,), threads=(1,), iterations=8)
+    report = bench.bench(entries, settings)
+    assert report.speedup[0].efficiency is None
+    assert report.speedup[0].macs_ratio == 1.0
+    assert "slim int8" in bench_table.text(report.document() | {"machine": machine.facts()})
+
+
+def test_long_calls_are_made_seldom() -> None:
+    runners = {"slow": lambda: None}
+    clock = iter(np.arange(0, 10**13, 10**9).tolist())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing.time, "perf_counter_ns", lambda: int(next(clock)))
+        made = timing.plan(runners, warmup=1, duration_s=1.0, iterations=None, fewest=3)
+    assert (made.rounds, made.calls["slow"]) == (3, 1)

@@ -102,3 +102,11 @@ def test_a_layer_called_twice_costs_twice() -> None:
 
     net = Twice()
     assert plan_cost(build_graph(net, (3, 5, 5)), net).macs == 2 * 81 * 25
+
+
+def test_padding_by_its_name_counts_too() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 8, 5, padding="same"), nn.Conv2d(8, 4, 3, padding="valid"))
+    counted = count(module, (3, 12, 12))
+    assert counted.macs == 8 * 3 * 25 * 144 + 4 * 8 * 9 * 100
+    assert counted.macs == plan_cost(build_graph(module, (3, 12, 12)), module).macs
+    assert "_convolution_mode" not in counted.uncounted

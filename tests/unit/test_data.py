@@ -14,11 +14,13 @@ from painted import network, paint
 from PIL import Image
 
 from dcptool.errors import EnvironmentFault, InputError, UsageError
+from dcptool.network import models
 from dcptool.network.models import Input
 from dcptool.training import images
 from dcptool.training.classes import check_classes, reset_head
 from dcptool.training.data import (
     DataSpec,
+    at_own_size,
     held_out_split,
     open_data,
     samples,
@@ -290,3 +292,9 @@ def test_an_image_that_vanishes_is_named(folder: Path) -> None:
     with pytest.raises(InputError) as caught:
         list(batches)
     assert "01.png: No such file" in caught.value.why
+
+
+def test_the_built_in_images_can_have_the_size_of_a_network_that_is_not_square() -> None:
+    network = models.load("zoo:spherenet4", pretrained=False, num_classes=10)
+    found = open_data(at_own_size(DataSpec()), network)
+    assert found.input.size == (3, 112, 96)

@@ -442,3 +442,8 @@ def test_locking_twice_in_one_process_does_not_drop_the_lock(tmp_path):
         assert "in use" in done.stderr
     with files.lock_folder(tmp_path):
         pass
+
+
+def test_a_run_takes_of_a_name_what_a_folder_can_have(tmp_path):
+    assert rundir.new_run(tmp_path, "art 2-finetune").name == "art-2-finetune-001"
+    assert rundir.new_run(tmp_path, "..").name == "run-001"

@@ -376,3 +376,11 @@ def test_many_rows_leave_a_choice_free() -> None:
     plain = found.mean()
     scale = torch.ones(2, dtype=torch.float64)
     assert gram.steadied(plain, plain.unit, weights, scale, Fraction(1, 2), has_bias=True) is plain
+
+
+def test_a_layer_that_sees_nothing_is_ordered_by_index() -> None:
+    s, c = torch.zeros(9, 9, dtype=torch.float64), torch.zeros(9, 3, dtype=torch.float64)
+    s[-1, -1] = 1.0
+    unit = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, -1])
+    dead = gram.Moments(s, c, torch.zeros(3, dtype=torch.float64), unit, 1)
+    assert sorted(gram.forward_order([dead], 4).order) == [0, 1, 2, 3]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import timm
 import torch
@@ -9,7 +11,8 @@ from torch import Tensor, nn
 
 from dcptool.errors import InputError
 from dcptool.network import models
-from dcptool.network.graph import ChannelGraph, build_graph
+from dcptool.network.graph import ChannelGraph, Group, build_graph
+from dcptool.network.surgery import cut, plan_cuts
 from dcptool.network.trace import meta_copy
 
 
@@ -104,3 +107,53 @@ def test_a_number_out_of_a_tensor_is_refused_with_its_module() -> None:
 def test_an_input_size_that_does_not_fit_is_refused() -> None:
     with pytest.raises(InputError, match="cannot follow"):
         build_graph(nn.Sequential(nn.Conv2d(3, 4, 5), nn.Conv2d(4, 2, 5)), (3, 6, 6))
+
+
+class Pair(nn.Module):
+    """Two convolutions, what lies between them, and something that is added there."""
+
+    def __init__(self, between: nn.Module, second: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.between = nn.Conv2d(3, 16, 3, padding=1), between
+        self.second = second or nn.Conv2d(16, 8, 3, padding=1)
+        self.shift = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.between(self.first(x)) + self.shift.view(1, -1, 1, 1)
+        return self.second(torch.relu(x)).mean((2, 3))
+
+
+def first_of(net: nn.Module) -> Group:
+    return build_graph(net, (3, 16, 16)).group("first")
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.InstanceNorm2d(16), nn.BatchNorm2d(16, affine=False, track_running_stats=False)]
+)
+def test_a_norm_without_tensors_is_cut_with_its_channels(norm: nn.Module) -> None:
+    net = Pair(norm)
+    group = first_of(net)
+    assert group.status == "outside"
+    cut(net, plan_cuts(build_graph(net, (3, 16, 16)), set(group.units[::2])))
+    assert norm.num_features == 8
+    assert net(torch.zeros(2, 3, 16, 16)).shape == (2, 8)
+
+
+def test_a_parameter_that_is_added_is_no_residual() -> None:
+    assert first_of(Pair(nn.Identity())).status == "outside"
+
+
+def test_weights_that_are_computed_are_locked() -> None:
+    second = nn.utils.parametrizations.weight_norm(nn.Conv2d(16, 8, 3, padding=1))
+    assert first_of(Pair(nn.Identity(), second)).status == "locked"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        old = nn.utils.weight_norm(nn.Conv2d(16, 8, 3, padding=1))
+    old(torch.zeros(1, 16, 4, 4))
+    with pytest.raises(InputError, match="cannot copy Pair"):
+        first_of(Pair(nn.Identity(), old))
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
+def test_networks_of_other_numbers_have_the_same_graph(kind: torch.dtype) -> None:
+    assert first_of(Pair(nn.BatchNorm2d(16)).to(kind)).status == "outside"

@@ -374,7 +374,7 @@ def test_a_last_image_alone_joins_the_batch_before() -> None:
     [
         (Schedule(100, 1.0), 0, 1.0),
         (Schedule(100, 1.0), 50, 0.5),
-        (Schedule(100, 1.0, floor=0.1), 100, 0.1),
+        (Schedule(100, 1.0), 100, 0.0),
         (Schedule(100, 1.0, warmup_steps=9), 4, 0.5),
         (Schedule(100, 1.0, "step", milestones=(0.4, 0.6)), 39, 1.0),
         (Schedule(100, 1.0, "step", milestones=(0.4, 0.6)), 40, 0.1),

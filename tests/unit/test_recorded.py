@@ -9,7 +9,7 @@ import click
 import pytest
 
 from dcptool.cli import recorded
-from dcptool.errors import InputError
+from dcptool.errors import InputError, UsageError
 
 
 def again(folder: Path, options: dict[str, object]) -> dict[str, object]:
@@ -105,7 +105,8 @@ def test_what_is_typed_of_a_folder_stays(artifact: Path, tmp_path: Path) -> None
 def test_images_without_labels_are_for_those_who_need_none(artifact: Path, tmp_path: Path) -> None:
     remember(artifact, "prune.json", images=tmp_path / "old")
     assert recorded.data_of(str(artifact), NOTHING)["images"] == tmp_path / "old"
-    assert recorded.data_of(str(artifact), NOTHING, labelled=True) == NOTHING
+    with pytest.raises(UsageError, match="images without labels"):
+        recorded.data_of(str(artifact), NOTHING, labelled=True)
 
 
 def test_data_sets_by_a_name_are_not_fetched_unasked(artifact: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from PIL import Image
 from dcptool import files
 from dcptool.cli import app, recorded
 from dcptool.errors import InputError, UsageError
-from dcptool.network import artifact
+from dcptool.network import artifact, models
 from dcptool.pipeline import run as recipes
 from dcptool.report import architecture, card, features, page, record, sections
 
@@ -348,3 +348,27 @@ def test_command_as_typed(monkeypatch):
     ]
     monkeypatch.setattr(sys, "argv", words)
     assert recorded.typed() == "dcptool prune --data-dir ~/'my photos' ~/x 'a b' /home/anna"
+
+
+def test_accuracies_of_other_images_are_not_compared():
+    pruned = {"dense": {"top1": 99.0}, "slim": {"top1": 98.0}, "split": "test"}
+    for split, wanted in (("test", 97.0), ("val", None), ("train", None)):
+        documents = {"prune": pruned, "evaluate": {"top1": 97.0, "split": split}}
+        assert record.evaluated(documents).get("top1") == wanted
+    assert record.evaluated({"evaluate": {"top1": 97.0, "split": "val"}})
+
+
+def test_what_was_only_trained_is_not_called_pruned(tmp_path):
+    network = models.load("zoo:resnet20", pretrained=False, num_classes=10)
+    metrics = {"source": "photos", "images": "test", "top1": 60.0, "top1_before": 8.5}
+    cost = {"params": 272474, "macs": 40813184}
+    artifact.save(network, tmp_path / "run", cost=cost, metrics=metrics, lineage={"finetune": {}})
+    found = record.collect(tmp_path / "run")
+    text = card.text_of(found)
+    assert "zoo:resnet20 trained by dcptool" in text
+    assert "| top-1 | 8.50 % | 60.00 % | +51.50 |" in text
+    assert "channel-pruning" not in text
+    page.write(tmp_path / "run")
+    shown = (tmp_path / "run" / "report.html").read_text()
+    assert "zoo:resnet20: run</h1>" in shown
+    assert ">before</th>" in shown

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+import timm
 import torch
 from three_blocks import SPEC, blocks, loss_at_pivot, noise
 from torch import nn
 
+from dcptool import console
 from dcptool.errors import InputError, UsageError
 from dcptool.network import models
 from dcptool.network.base import Base, Input, Network
 from dcptool.network.graph import build_graph
+from dcptool.network.module_cuts import is_standardised
+from dcptool.network.surgery import cut
 from dcptool.selection.budget import kept_count, parse_rate
 from dcptool.selection.chain import build_chain, run_segment
 from dcptool.selection.heads import WithHead, head_loss, new_head
 from dcptool.selection.limits import too_wide
 from dcptool.selection.samples import share
-from dcptool.selection.settings import Recorded, Selection, stop_by_epsilon
+from dcptool.selection.settings import Budget, Recorded, Selection, stop_by_epsilon
 from dcptool.selection.stage import Stage
-from dcptool.selection.stages import plan_stages, select
+from dcptool.selection.stages import Progress, plan_stages, select
 from dcptool.selection.store import Room
 from dcptool.selection.tail import build_tail
 
@@ -354,6 +359,29 @@ def test_one_walk_finds_the_slopes_of_every_layer() -> None:
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
+def test_progress_ends_with_the_last_layer_and_not_with_the_last_group(monkeypatch) -> None:
+    """The classifier is solved after the last group: until then work is left."""
+    shown: list[tuple[float, str]] = []
+
+    class Told(console.Task):
+        def say(self, status: str) -> None:
+            super().say(status)
+            shown.append((self.done / (self.total or 1), status))
+
+    monkeypatch.setattr(console, "progress", lambda *given: nullcontext(Told(*given)))
+    settings = Selection(rate=Fraction("0.5"), positions=16)
+    stopped: list[Progress] = []
+    select(blocks(), noise(), settings, edge=stopped.append)
+    shares = [share for share, _ in shown]
+    assert shares == sorted(shares)
+    assert shares[-1] == pytest.approx(1)
+    last = [share for share, status in shown if status.startswith("three.conv1")]
+    assert last[0] < 1
+    shown.clear()
+    select(blocks(), noise(), settings, start=stopped[3])
+    assert shown[-1][0] == pytest.approx(1)
+
+
 def test_head_sees_the_pivot_and_is_gone_afterwards() -> None:
     network = blocks().module
     head = new_head(8, 5, 0)
@@ -369,3 +397,49 @@ def test_head_sees_the_pivot_and_is_gone_afterwards() -> None:
     assert network.two.conv1.weight.grad is None
     assert head.linear.weight.grad is not None
     assert not network.one._forward_hooks
+
+
+def test_a_transposed_convolution_reads_channels_in_its_own_way() -> None:
+    class Up(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.up = nn.Conv2d(3, 16, 3), nn.ConvTranspose2d(16, 8, 2, 2)
+            self.last = nn.Conv2d(8, 5, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.up(torch.relu(self.one(x)))).mean((2, 3))
+
+    network = Network(Up().eval(), Base("custom", "Up", 5), SPEC)
+    settings = Selection(rate=Fraction("0.5"), method="l1", scope="all")
+    slim = select(network, noise(), settings).network.module
+    assert slim.up.weight.shape[:2] == (8, 4)
+
+
+def test_standardised_weights_are_solved_for_as_they_are_used() -> None:
+    torch.manual_seed(0)
+    module = timm.create_model("test_nfnet", num_classes=5).eval()
+    network = Network(module, Base("timm", "test_nfnet", 5), Input((3, 32, 32), (0,) * 3, (1,) * 3))
+    images = [torch.randn(16, 3, 32, 32) for _ in range(4)]
+    settings = Selection(rate=Fraction("0.3"), discrimination=0.0, positions=64)
+    slim = select(network, images, settings).network
+    assert not any(is_standardised(layer) for layer in slim.module.modules())
+    with torch.no_grad():
+        wanted, given = module(images[0]), slim.module(images[0])
+    # Written into weights that are standardised again, the same solution leaves 0.5.
+    assert (given - wanted).norm() < 0.35 * wanted.norm()
+    again = timm.create_model("test_nfnet", num_classes=5).eval()
+    cut(again, slim.cuts)
+    again.load_state_dict(slim.module.state_dict())
+    assert torch.equal(again(images[0]), slim.module(images[0]))
+
+
+def test_curves_are_in_closed_form_whatever_chooses_the_channels() -> None:
+    module = nn.Sequential(
+        nn.Conv2d(3, 64, 1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 256, 5), nn.Linear(5, 5)
+    )
+    groups = [g for g in build_graph(module, SPEC.size).groups if g.units and "0" in g.name]
+    target = Selection(budget=Budget("macs", 0.5, is_share=True))
+    for settings in (target, replace(target, method="l1"), replace(target, solver="sgd")):
+        fault = too_wide(settings, groups, module)
+        assert fault is not None
+        assert fault.try_ == "--keep 0"

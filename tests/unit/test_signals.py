@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from dcptool.errors import Interrupted
-from dcptool.training.signals import watch
+from dcptool.training.signals import ending, watch
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -32,3 +32,17 @@ def test_an_ignored_signal_stays_ignored():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_no_foreign_code_takes_a_signal_for_an_error_of_its_own():
+    def foreign():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Exception:  # as exporters have it
+            return "went on"
+        return "ended"
+
+    with pytest.raises(Interrupted) as caught, ending("dcptool prune --resume RUN"):
+        foreign()
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert caught.value.try_ == "dcptool prune --resume RUN"

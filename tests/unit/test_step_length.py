@@ -14,6 +14,7 @@ from dcptool.training.dist import SINGLE
 from dcptool.training.loader import Augment, Batches, ImageSet, Store, loader
 from dcptool.training.loop import Run, fit
 from dcptool.training.losses import Outcome, cross_entropy
+from dcptool.training.optimizers import Optimizer
 from dcptool.training.schedule import Schedule
 from dcptool.training.sources import Arrays
 from dcptool.training.step_length import RATIO, best_length, measured
@@ -91,3 +92,13 @@ def test_a_steep_network_learns_at_the_measured_rate_and_not_at_the_usual_one() 
         ends.append(height(model, torch.zeros(2, 3, 8, 8), torch.zeros(2)).loss.item())
     usual, careful = ends
     assert usual > start > careful
+
+
+def test_what_scales_each_step_itself_is_measured_along_its_own_way() -> None:
+    """Down a steep bowl the gradient is long, and the first step of Adam as long as its rate."""
+    model = Bowl(1e5)
+    before = copy.deepcopy(model.state_dict())
+    found = best_length(model, batches(), height, SCHEDULE, Run(optimizer=Optimizer("adamw")))
+    assert found == pytest.approx(2 * SCHEDULE.lr)
+    assert best_length(model, batches(), height, SCHEDULE, Run()) < 1e-4
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dcptool.network.graph import Group
+from dcptool.network.module_cuts import TRANSPOSED
 from dcptool.selection.gram import Moments, Ranking
 
 
@@ -70,7 +71,11 @@ def filter_sums(root: nn.Module, group: Group, outputs: Mapping[str, Sequence[in
     sums = torch.zeros(len(group.units), dtype=torch.float64)
     for name in group.producers:
         producer: Any = root.get_submodule(name)
-        each = producer.weight.detach().flatten(1).abs().sum(1).double()
+        weight = producer.weight.detach()
+        if isinstance(producer, TRANSPOSED):  # inputs first, and outputs of each group apart
+            parts = weight.view(producer.groups, -1, *weight.shape[1:])
+            weight = parts.transpose(1, 2).reshape(producer.out_channels, -1)
+        each = weight.flatten(1).abs().sum(1).double()
         for channel, unit in enumerate(outputs[name]):
             if unit in index:
                 sums[index[unit]] += each[channel]
