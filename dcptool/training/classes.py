@@ -35,7 +35,9 @@ def check_classes(network: Network, data: Data) -> None:
             "the data has other class names, or another order, than the network",
             why=f"class {number} is {data.classes[number]!r} in the data, "
             f"{known[number]!r} in the network",
-            try_="name the class folders as the network does, or finetune --reset-head first",
+            try_="--data-dir with images of the network's own classes"
+            if data.builtin
+            else "name the class folders as the network does, or finetune --reset-head first",
         )
 
 
