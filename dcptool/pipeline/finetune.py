@@ -212,10 +212,10 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         tried = copy.deepcopy(module)
         reestimate_norms(tried, dataclasses.replace(batches, train=False))
         was, now = (prefer(validate(one, _never)) if is_judged else 0.0 for one in (module, tried))
-        if now >= was:
+        if now > was:
             module.load_state_dict(tried.state_dict())
         console.note(
-            f"batch norms estimated anew: {'kept' if now >= was else 'no better, not kept'}"
+            f"batch norms estimated anew: {'kept' if now > was else 'no better, not kept'}"
         )
     schedule = job.training.schedule(len(batches), fresh=job.fresh)
     trackers = open_trackers(job.training.report_to, folder, folder.name) if dist.is_writer else ()

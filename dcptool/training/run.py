@@ -13,13 +13,16 @@ from dcptool.training.evaluate import Accuracy
 from dcptool.training.metrics import Metrics
 from dcptool.training.optimizers import Optimizer
 
+# What a loss of one counts against a percent: less than one image of a million.
+TIE = 1e-6
+
 Vary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Validate = Callable[[nn.Module, Callable[[], bool]], Accuracy]
 
 
 def by_top1(found: Accuracy) -> float:
-    """The more right answers, the better."""
-    return found.top1
+    """The more right answers, the better; of as many, the surer ones."""
+    return found.top1 - TIE * min(found.loss, 100.0)
 
 
 def by_divergence(found: Accuracy) -> float:
