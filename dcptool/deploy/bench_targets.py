@@ -25,7 +25,6 @@ EXPORT_FILE, DENSE_FILE = "model.onnx", "dense.onnx"
 DENSE = "dense"
 HASH = "artifact_sha256"
 INT8 = " int8"
-STEPS = ("prune", "finetune", "baseline")
 
 
 @contextmanager
@@ -98,8 +97,10 @@ def _entry(target: str, model: Mapping[str, Any], scratch: Path, *, several: boo
 
 def _run_name(folder: Path) -> str:
     """The name of a run, with the step where the artifact is one of several in it."""
+    from dcptool.network.manifest import NEWEST_FIRST
+
     place = folder.resolve()
-    return f"{place.parent.name}/{place.name}" if place.name in STEPS else place.name
+    return f"{place.parent.name}/{place.name}" if place.name in NEWEST_FIRST else place.name
 
 
 def _newest_export(folder: Path) -> Path:

@@ -23,7 +23,7 @@ from dcptool import __version__, files, weights
 from dcptool.errors import InputError, UsageError
 from dcptool.network import models, names
 from dcptool.network.base import Base, Cut, Input, Network
-from dcptool.network.manifest import Manifest, read_manifest, write_indices
+from dcptool.network.manifest import NEWEST_FIRST, Manifest, read_manifest, write_indices
 from dcptool.network.surgery import cut
 from dcptool.network.trace import meta_copy
 
@@ -32,8 +32,6 @@ WEIGHTS = "model.safetensors"
 # Stands beside an older manifest while its weights are replaced.
 NEXT_MANIFEST = ".manifest.next.json"
 FORMAT = 1
-# Steps of a recipe that make an artifact, the newest first.
-STEPS = ("finetune", "prune", "baseline")
 CUSTOM = "custom"
 
 
@@ -171,11 +169,11 @@ def read(path: Path) -> Manifest:
 
 def _no_artifact(path: Path) -> InputError:
     """What to say of a folder without a manifest, which may be a run or a part of one."""
-    inside = next((n for n in STEPS if (path / n / MANIFEST).is_file()), None)
+    inside = next((n for n in NEWEST_FIRST if (path / n / MANIFEST).is_file()), None)
     if inside is not None:
         what, why = "is the run of a recipe", "its artifacts are in it, one for each step"
         return InputError(f"{path} {what}", why=why, try_=f"the same command with {path / inside}")
-    begun = next((n for n in STEPS if (path / f"{n}.json").is_file()), None)
+    begun = next((n for n in NEWEST_FIRST if (path / f"{n}.json").is_file()), None)
     kind = "an unfinished artifact" if begun or (path / WEIGHTS).exists() else "no artifact"
     return InputError(
         f"{path} is {kind}",

@@ -18,6 +18,8 @@ from dcptool.network.base import Base, Cut, Input
 
 MOST_INDICES = 1 << 22
 LARGEST_IMAGE = 16384
+# Steps of a recipe that make an artifact.
+NEWEST_FIRST = ("finetune", "prune", "baseline")
 # The name of the dense weights that `prune` keeps beside what it makes.
 DENSE_WEIGHTS = "dense.safetensors"
 

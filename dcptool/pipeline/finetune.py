@@ -206,12 +206,11 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         dist=dist,
         device=job.device,
     )
-    is_judged = data.labelled or job.distillation is not None
     prefer = by_top1 if data.labelled else by_divergence
     if job.reestimate:
         tried = copy.deepcopy(module)
         reestimate_norms(tried, dataclasses.replace(batches, train=False))
-        was, now = (prefer(validate(one, _never)) if is_judged else 0.0 for one in (module, tried))
+        was, now = (prefer(validate(one, _never)) for one in (module, tried))
         if now > was:
             module.load_state_dict(tried.state_dict())
         console.note(
@@ -229,7 +228,7 @@ def _finetune(network: Network, data: Data, job: Job, folder: Path, dist: Dist) 
         channels_last=job.training.channels_last,
         norms=job.training.norms,
         vary=job.training.vary(data.train.augment, classes),
-        validate=validate if is_judged else None,
+        validate=validate,
         validate_first=True,
         prefer=prefer,
         checkpoints=Checkpoints(folder / CHECKPOINTS, fingerprint, job.training.save_every),

@@ -18,7 +18,7 @@ from typing import Any
 from dcptool import console, files
 from dcptool.errors import DcptoolError, InputError
 from dcptool.network import artifact
-from dcptool.network.manifest import Manifest, dense_weights
+from dcptool.network.manifest import NEWEST_FIRST, Manifest, dense_weights
 
 RUN_FILE = "run.json"
 RESULT_FILE, BENCH_FILE, CLASSES_FILE = "result.json", "bench.json", "classes.json"
@@ -26,7 +26,6 @@ FEATURES_FILE = "features.json"
 # Written anew at any time, so they are no part of what a step of a recipe has made.
 CHANGING = frozenset((BENCH_FILE, FEATURES_FILE, "report.html", "README.md"))
 STEPS_FILE, METRICS_FILE, OPTIONS_FILE = "steps.jsonl", "metrics.jsonl", "prune.json"
-NEWEST_FIRST = ("finetune", "prune", "baseline")
 LONGEST_LINEAGE = 8
 LARGEST_RECORD = 256 << 20
 
