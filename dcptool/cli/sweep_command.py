@@ -197,7 +197,7 @@ def _check_table(folder: Path, points: Sequence[Point]) -> None:
     if not path.is_file():
         return
     with path.open(newline="") as stream:
-        known = [row.get("point", "") for row in csv.DictReader(stream)]
+        known = [row.get("point") or "" for row in csv.DictReader(stream)]
     missing = sorted(set(known) - {point.name for point in points} - {""})
     if missing:
         raise UsageError(
